@@ -1,2 +1,203 @@
-"""."""
-def main(): ...
+"""Stillroom's front door: the `stillroom` command, and the names that users import.
+
+    import stillroom
+
+    stillroom.precompute(stillroom.PrecomputeOptions(
+        dataset="corpus.jsonl", teacher="models/teacher", out="cache"))
+    cache = stillroom.open("cache")
+    batch = cache.rows([0, 1, 2])
+
+Names are imported when first used, so that looking into a cache imports neither JAX nor Beam.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from cache.errors import CacheError, DamageError
+    from cache.options import InspectOptions, VerifyOptions
+    from cache.reader import Cache, open
+    from cache.summary import inspect
+    from cache.verify import Report, verify
+    from decoder.errors import DecoderError
+    from pipelines.errors import PipelineError
+    from pipelines.options import PrecomputeOptions
+    from pipelines.precompute import Outcome, precompute
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cache": "cache.reader",
+    "CacheError": "cache.errors",
+    "DamageError": "cache.errors",
+    "DecoderError": "decoder.errors",
+    "InspectOptions": "cache.options",
+    "Outcome": "pipelines.precompute",
+    "PipelineError": "pipelines.errors",
+    "PrecomputeOptions": "pipelines.options",
+    "Report": "cache.verify",
+    "VerifyOptions": "cache.options",
+    "inspect": "cache.summary",
+    "open": "cache.reader",
+    "precompute": "pipelines.precompute",
+    "verify": "cache.verify",
+}
+
+__all__ = [
+    "Cache",
+    "CacheError",
+    "DamageError",
+    "DecoderError",
+    "InspectOptions",
+    "Outcome",
+    "PipelineError",
+    "PrecomputeOptions",
+    "Report",
+    "VerifyOptions",
+    "inspect",
+    "main",
+    "open",
+    "precompute",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stillroom' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_USAGE = """\
+usage: stillroom COMMAND …
+
+Run a teacher over a corpus once, keep what students need of it, look at it any time.
+
+  precompute   run a teacher over a corpus into a cache; resumes
+  inspect      look into a cache: summary, a shard, a row, a position
+  verify       check a cache: quickly, or every byte
+
+`stillroom COMMAND --help` shows a command's options. `--debug` shows tracebacks.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command line. Returns the exit code: 0, 1 (failed), 2 (usage), 130 (stopped)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"stillroom {__version__}")
+        return 0
+    if words[0] not in _COMMANDS:
+        sys.stderr.write(f"stillroom: there is no command {words[0]!r}\n\n{_USAGE}")
+        return 2
+    from cache.errors import CacheError
+    from decoder.errors import DecoderError
+    from pipelines.errors import PipelineError
+
+    try:
+        return _COMMANDS[words[0]](words[1:])
+    except KeyboardInterrupt:
+        sys.stderr.write("\nStopped. Run the same command again: it goes on where it stopped.\n")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (CacheError, DecoderError, PipelineError, OSError) as error:
+        if debug:
+            raise
+        sys.stderr.write(f"stillroom {words[0]}: {error}\n")
+        return 1
+
+
+def _precompute(words: list[str]) -> int:
+    # Before Beam is imported, which otherwise logs every stage of a pipeline.
+    import logging
+
+    logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
+    from pipelines.options import PrecomputeOptions, config_words
+
+    options = _parse(PrecomputeOptions, "precompute", config_words(words))
+    from cache.show import render
+    from cache.summary import summary
+    from pipelines.precompute import precompute
+
+    outcome = precompute(options)
+    done = f"scored {outcome.scored} shards" if outcome.scored else "already complete"
+    print(f"{outcome.cache.location}: {done}")
+    for note in outcome.notes:
+        print(note)
+    print(render(summary(outcome.cache.location)))
+    return 0
+
+
+def _inspect(words: list[str]) -> int:
+    from cache.options import InspectOptions
+    from cache.show import render
+    from cache.summary import inspect
+
+    options = _parse(InspectOptions, "inspect", words)
+    view = inspect(options)
+    print(json.dumps(view, indent=1) if options.json else render(view))
+    shards = view.get("shards", {})
+    broken = view["view"] == "summary" and view["state"] == "complete"
+    return 1 if broken and (shards["missing"] or shards["damaged"]) else 0
+
+
+def _verify(words: list[str]) -> int:
+    from cache.options import VerifyOptions
+    from cache.show import render_report
+    from cache.verify import verify
+
+    options = _parse(VerifyOptions, "verify", words)
+    with _shard_progress(options.full and not options.json) as progress:
+        report = verify(options.cache, full=options.full, repair=options.repair, progress=progress)
+    if options.json:
+        print(json.dumps({**dataclasses.asdict(report), "sound": report.sound}, indent=1))
+    else:
+        print(render_report(report))
+    return 0 if report.sound else 1
+
+
+_Options = TypeVar("_Options")
+
+
+def _parse(options: type[_Options], command: str, words: list[str]) -> _Options:
+    """Options from the words of a command line; prints help or usage errors itself."""
+    import tyro
+
+    return tyro.cli(options, prog=f"stillroom {command}", args=words)
+
+
+@contextmanager
+def _shard_progress(shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on standard error, for shards, on a terminal."""
+    if not shown or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("Verifying", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+_COMMANDS = {"precompute": _precompute, "inspect": _inspect, "verify": _verify}

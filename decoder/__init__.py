@@ -1,1 +1,75 @@
-""""""
+"""Teachers: models of the Llama family in Flax NNX, their strict loading, their tokenizers.
+
+    from decoder import load_model, load_tokenizer
+
+    teacher = load_model("path/to/folder")          # or a hub name, a .gguf file,
+    tokenizer = load_tokenizer("path/to/folder")    # or package.module:function
+    hidden = teacher.model(tokens, segments, positions)     # one row
+    logits = teacher.model.unembed(hidden)
+
+Names are imported when first used, so that a tokenizer alone does not import JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from decoder.config import DecoderConfig, RopeScaling
+    from decoder.config_json import from_hugging_face
+    from decoder.errors import DecoderError
+    from decoder.loading import (
+        LoadedModel,
+        ModelDescription,
+        describe_model,
+        fingerprint_model,
+        load_model,
+    )
+    from decoder.model import Decoder
+    from decoder.source import Source, resolve
+    from decoder.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "DecoderError",
+    "LoadedModel",
+    "ModelDescription",
+    "RopeScaling",
+    "Source",
+    "Tokenizer",
+    "describe_model",
+    "fingerprint_model",
+    "from_hugging_face",
+    "has_tokenizer",
+    "load_model",
+    "load_tokenizer",
+    "resolve",
+]
+
+_HOMES = {
+    "Decoder": "model",
+    "DecoderConfig": "config",
+    "DecoderError": "errors",
+    "LoadedModel": "loading",
+    "ModelDescription": "loading",
+    "RopeScaling": "config",
+    "Source": "source",
+    "Tokenizer": "tokenizer",
+    "describe_model": "loading",
+    "fingerprint_model": "loading",
+    "from_hugging_face": "config_json",
+    "has_tokenizer": "tokenizer",
+    "load_model": "loading",
+    "load_tokenizer": "tokenizer",
+    "resolve": "source",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'decoder' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"decoder.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

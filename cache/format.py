@@ -1,0 +1,276 @@
+"""The format of a cache: its names, its arrays, their types, fills and Zarr metadata.
+
+This is the only definition of the format. Layout on storage:
+
+    manifest.json            what the cache is (manifest.py)
+    tokenizer/               the tokenizer, so that the cache stands alone
+    receipts/000000.json     one per finished shard (receipt.py)
+    arrays/                  a Zarr v3 group, one array per field below
+    runs/*.jsonl             times and events of the runs; never part of the data
+    parts/                   tokenised rows while a capture is under way
+
+Everything but tokens, segments and documents is indexed by the *predicting*
+position t: position t has a label (`label_mask` = 1) iff token t + 1 belongs to
+the same segment and counts; the target is the teacher's prediction of it.
+Positions without a label hold the array's fill value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from cache.errors import CacheError
+from cache.jsonfields import Fields
+
+FORMAT = "stillroom-cache"
+VERSION = (1, 0)
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+RECEIPTS = "receipts"
+ARRAYS = "arrays"
+RUNS = "runs"
+PARTS = "parts"
+
+NO_DOCUMENT = 0xFFFFFFFF
+# uint32 ids with the largest kept free; a limit far above any tokenizer's.
+MOST_VOCABULARY = 2**31
+
+Logprobs = Literal["float32", "float16", "rounded"]
+Tail = Literal["none", "sampled"]
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of the cache.
+
+    Attributes:
+      name: the array's name and folder.
+      dtype: numpy's name of the element type.
+      inner: sizes of the axes after the row axis.
+      dimensions: names of all axes, the first being "row".
+      fill: the fill value: what no valid element holds (NaN, an illegal id, 255).
+    """
+
+    name: str
+    dtype: str
+    inner: tuple[int, ...]
+    dimensions: tuple[str, ...]
+    fill: int | float
+
+    def zarr(self, rows: int, rows_per_shard: int) -> dict[str, Any]:
+        """The array's zarr.json for a number of rows (Zarr v3 with the sharding codec)."""
+        fill: Any = self.fill
+        if isinstance(fill, float) and math.isnan(fill):
+            fill = "NaN"
+        little = {"name": "bytes", "configuration": {"endian": "little"}}
+        if np.dtype(self.dtype).itemsize == 1:
+            little = {"name": "bytes"}
+        blosc = {
+            "cname": "zstd",
+            "clevel": 1,
+            "shuffle": "shuffle",
+            "typesize": np.dtype(self.dtype).itemsize,
+            "blocksize": 0,
+        }
+        if blosc["typesize"] == 1:
+            blosc["shuffle"] = "noshuffle"
+        sharding = {
+            "chunk_shape": [1, *self.inner],
+            "codecs": [little, {"name": "blosc", "configuration": blosc}, {"name": "crc32c"}],
+            "index_codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "crc32c"},
+            ],
+            "index_location": "end",
+        }
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [rows, *self.inner],
+            "data_type": self.dtype,
+            "dimension_names": list(self.dimensions),
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": [rows_per_shard, *self.inner]},
+            },
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "fill_value": fill,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "attributes": {},
+        }
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a cache lays out and rounds what it stores.
+
+    Attributes:
+      length: positions in a row.
+      vocabulary: number of real token ids, added tokens included.
+      k: entries per position.
+      tail: "none" (all entries exact) or "sampled".
+      temperatures: where the mass outside the exact entries is kept, ascending.
+      logprobs: "float32", "float16", or "rounded" (float16 with fewer mantissa bits).
+      mantissa_bits: mantissa bits that "rounded" keeps, 1 to 10.
+      rows_per_shard: rows of a shard, the unit of work, retry and checking.
+      rows_per_example: 1, or 2 for preference pairs, which nothing may separate.
+    """
+
+    length: int
+    vocabulary: int
+    k: int
+    tail: Tail
+    temperatures: tuple[float, ...]
+    logprobs: Logprobs = "rounded"
+    mantissa_bits: int = 6
+    rows_per_shard: int = 256
+    rows_per_example: int = 1
+
+    def __post_init__(self) -> None:
+        def demand(holds: bool, name: str, expected: str) -> None:
+            if not holds:
+                raise CacheError(f"{name} should be {expected}, found {getattr(self, name)!r}")
+
+        demand(self.length >= 2, "length", "at least 2")
+        demand(
+            1 <= self.vocabulary <= MOST_VOCABULARY,
+            "vocabulary",
+            f"between 1 and {MOST_VOCABULARY:,}",
+        )
+        demand(1 <= self.k <= self.vocabulary, "k", f"between 1 and the {self.vocabulary:,} tokens")
+        demand(self.tail in ("none", "sampled"), "tail", "none or sampled")
+        demand(len(self.temperatures) >= 1, "temperatures", "at least one temperature")
+        demand(
+            all(math.isfinite(value) and value > 0 for value in self.temperatures),
+            "temperatures",
+            "finite and above 0",
+        )
+        demand(
+            list(self.temperatures) == sorted(set(self.temperatures)),
+            "temperatures",
+            "ascending and distinct",
+        )
+        demand(
+            self.tail == "none" or len(self.temperatures) == 1,
+            "temperatures",
+            "the one capture temperature when the tail is sampled",
+        )
+        demand(
+            self.logprobs in ("float32", "float16", "rounded"),
+            "logprobs",
+            "float32, float16 or rounded",
+        )
+        demand(1 <= self.mantissa_bits <= 10, "mantissa_bits", "between 1 and 10")
+        demand(self.rows_per_example in (1, 2), "rows_per_example", "1 or 2")
+        demand(
+            self.rows_per_shard >= 1 and self.rows_per_shard % self.rows_per_example == 0,
+            "rows_per_shard",
+            f"a positive multiple of rows_per_example ({self.rows_per_example})",
+        )
+
+    @property
+    def id_dtype(self) -> str:
+        """The narrowest id type that leaves its largest value free for "no token"."""
+        return "uint16" if self.vocabulary <= 65535 else "uint32"
+
+    @property
+    def no_id(self) -> int:
+        """The illegal id that marks an empty slot."""
+        return int(np.iinfo(self.id_dtype).max)
+
+    @property
+    def logprob_dtype(self) -> str:
+        return "float32" if self.logprobs == "float32" else "float16"
+
+    @property
+    def relative_error(self) -> float:
+        """Largest relative rounding error of a stored log-prob of an entry."""
+        return {"float32": 2.0**-24, "float16": 2.0**-11}.get(
+            self.logprobs, 2.0 ** -(self.mantissa_bits + 1)
+        )
+
+    def arrays(self) -> dict[str, ArraySpec]:
+        """The arrays of a cache with this encoding, by name."""
+        ids = (self.id_dtype, self.no_id)
+        count = ("uint8", 255) if self.k < 255 else ("uint16", 65535)
+        nan = math.nan
+        rows = {
+            "tokens": (*ids, ()),
+            "segments": ("uint16", 65535, ()),
+            "documents": ("uint32", NO_DOCUMENT, ()),
+            "label_mask": ("uint8", 255, ()),
+            "target_ids": (*ids, ("k",)),
+            "target_logprobs": (self.logprob_dtype, nan, ("k",)),
+            "exact_counts": (*count, ()),
+            "tail_logprobs": ("float16", nan, ("temperature",)),
+            "label_logprobs": ("float32", nan, ()),
+            "entropy": ("float16", nan, ()),
+        }
+        sizes = {"k": self.k, "temperature": len(self.temperatures)}
+        return {
+            name: ArraySpec(
+                name=name,
+                dtype=dtype,
+                inner=(self.length, *(sizes[axis] for axis in axes)),
+                dimensions=("row", "position", *axes),
+                fill=fill,
+            )
+            for name, (dtype, fill, axes) in rows.items()
+        }
+
+    def shards(self, rows: int) -> int:
+        """Number of shards that hold a number of rows."""
+        return -(-rows // self.rows_per_shard)
+
+    def shard_rows(self, shard: int, rows: int) -> tuple[int, int]:
+        """First and one past the last of a shard's rows, of `rows` in all."""
+        first = shard * self.rows_per_shard
+        return first, min(first + self.rows_per_shard, rows)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "temperatures": list(self.temperatures)}
+
+    @classmethod
+    def from_json(cls, value: Any, what: str = "encoding") -> Encoding:
+        """Reads `to_json`'s object.
+
+        Raises:
+          CacheError: a field is missing, of a wrong type or out of range.
+        """
+        fields = Fields(value, what)
+        return cls(
+            length=fields.integer("length"),
+            vocabulary=fields.integer("vocabulary"),
+            k=fields.integer("k"),
+            tail=fields.choice("tail", ("none", "sampled")),  # type: ignore[arg-type]
+            temperatures=tuple(
+                float(value) for value in fields.list_of("temperatures", (int, float))
+            ),
+            logprobs=fields.choice("logprobs", ("float32", "float16", "rounded")),  # type: ignore[arg-type]
+            mantissa_bits=fields.integer("mantissa_bits"),
+            rows_per_shard=fields.integer("rows_per_shard"),
+            rows_per_example=fields.integer("rows_per_example"),
+        )
+
+
+def group_metadata(arrays: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The zarr.json of the group, with its arrays' metadata inline (consolidated)."""
+    return {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {},
+        "consolidated_metadata": {
+            "kind": "inline",
+            "must_understand": False,
+            "metadata": arrays,
+        },
+    }
+
+
+def receipt_key(shard: int) -> str:
+    return f"{RECEIPTS}/{shard:06d}.json"

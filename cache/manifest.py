@@ -1,0 +1,293 @@
+"""The manifest: the JSON object that says what a cache is.
+
+It is written first in the state "open", with the id of the run that fills the cache,
+and replaced once, at the end, by the "complete" one, which lists every receipt's digest
+and the statistics combined from them: opening or summarising a cache of any size reads
+this one object. A complete manifest holds no time, place or run: equal captures have
+equal manifests.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from cache.errors import CacheError, Damage, DamageError
+from cache.format import FORMAT, MANIFEST, VERSION, Encoding
+from cache.jsonfields import Fields, as_span, digest, parse_object
+from cache.statistics import Statistics
+from cache.storage import Store
+
+State = Literal["open", "complete"]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of shards made by one capture: its first shard, its shards and its rows.
+
+    Rows are numbered through the extents in order, so that a later capture can add shards
+    without touching a partly filled last one.
+    """
+
+    first_shard: int
+    shards: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class ReceiptEntry:
+    """What the manifest keeps of a receipt: digest, first and last document."""
+
+    sha256: str
+    documents: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a cache is.
+
+    Attributes:
+      encoding: arrays, types and rounding.
+      capture: every other setting that decides the bytes, by option name.
+      teacher: description and "fingerprint" of the teacher.
+      tokenizer: "fingerprint", and "files": name -> sha256 of what tokenizer/ holds.
+      corpus: "identity" (cheap), and once known "documents", "digest" and "parts".
+      software: versions of the libraries that decide the last bits.
+      state: "open" or "complete".
+      run: the id of the run that fills an open cache; empty in a complete one.
+      extents, receipts, accounting, statistics: of a complete cache.
+      bytes: total size of each array's files, by name; of a complete cache.
+      required_features: what a reader must know of to read the cache rightly.
+    """
+
+    encoding: Encoding
+    capture: dict[str, Any]
+    teacher: dict[str, Any]
+    tokenizer: dict[str, Any]
+    corpus: dict[str, Any]
+    software: dict[str, str] = field(default_factory=dict)
+    state: State = "open"
+    run: str = ""
+    extents: tuple[Extent, ...] = ()
+    receipts: tuple[ReceiptEntry, ...] = ()
+    accounting: dict[str, Any] = field(default_factory=dict)
+    statistics: Statistics | None = None
+    bytes: dict[str, int] = field(default_factory=dict)
+    required_features: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("teacher", "tokenizer"):
+            if not isinstance(getattr(self, name).get("fingerprint"), str):
+                raise CacheError(f"manifest: {name} should have a fingerprint (a string)")
+        if self.state == "open":
+            if not self.run:
+                raise CacheError("manifest: an open cache should name its run")
+            return
+        if self.run:
+            raise CacheError("manifest: a complete cache should not name a run")
+        if self.statistics is None or not isinstance(self.corpus.get("digest"), str):
+            raise CacheError("manifest: a complete cache should have statistics and corpus digest")
+        shard = 0
+        for extent in self.extents:
+            if extent.first_shard != shard or extent.shards != self.encoding.shards(extent.rows):
+                raise CacheError(
+                    f"manifest: the extent {asdict(extent)} should start at shard {shard} "
+                    f"and have {self.encoding.shards(extent.rows)} shards"
+                )
+            shard += extent.shards
+        if len(self.receipts) != shard:
+            raise CacheError(
+                f"manifest: the extents have {shard} shards, but {len(self.receipts)} "
+                "receipts are listed"
+            )
+        if self.statistics.rows != self.rows:
+            raise CacheError(
+                f"manifest: the extents have {self.rows} rows, "
+                f"the statistics {self.statistics.rows}"
+            )
+
+    @property
+    def rows(self) -> int:
+        return sum(extent.rows for extent in self.extents)
+
+    @property
+    def shards(self) -> int:
+        return sum(extent.shards for extent in self.extents)
+
+    @property
+    def stored_rows(self) -> int:
+        """Size of the arrays' row axis: up to the end of the last extent's last row."""
+        if not self.extents:
+            return 0
+        last = self.extents[-1]
+        return last.first_shard * self.encoding.rows_per_shard + last.rows
+
+    def shard_rows(self, shard: int) -> tuple[int, int]:
+        """First and one past the last of a shard's stored rows."""
+        for extent in self.extents:
+            if extent.first_shard <= shard < extent.first_shard + extent.shards:
+                base = extent.first_shard * self.encoding.rows_per_shard
+                first, end = self.encoding.shard_rows(shard - extent.first_shard, extent.rows)
+                return base + first, base + end
+        raise CacheError(f"the cache has shards 0 to {self.shards - 1}, not {shard}")
+
+    @property
+    def identity(self) -> str:
+        """Digest of everything that decides the bytes of a shard; receipts carry it."""
+        return digest(
+            {
+                "encoding": self.encoding.to_json(),
+                "capture": self.capture,
+                "teacher": self.teacher["fingerprint"],
+                "tokenizer": self.tokenizer["fingerprint"],
+                "corpus": self.corpus.get("digest"),
+            }
+        )
+
+    def with_corpus(self, **known: Any) -> Manifest:
+        """The same manifest, knowing more of its corpus."""
+        return replace(self, corpus={**self.corpus, **known})
+
+    def _content(self) -> dict[str, Any]:
+        content: dict[str, Any] = {
+            "format": FORMAT,
+            "version": list(VERSION),
+            "required_features": list(self.required_features),
+            "state": self.state,
+            "encoding": self.encoding.to_json(),
+            "capture": self.capture,
+            "teacher": self.teacher,
+            "tokenizer": self.tokenizer,
+            "corpus": self.corpus,
+            "software": self.software,
+        }
+        if self.state == "open":
+            return {**content, "run": self.run}
+        assert self.statistics is not None
+        return {
+            **content,
+            "arrays": {
+                name: {"dtype": spec.dtype, "dimensions": list(spec.dimensions)}
+                for name, spec in self.encoding.arrays().items()
+            },
+            "extents": [asdict(extent) for extent in self.extents],
+            "receipts": {
+                "sha256": [entry.sha256 for entry in self.receipts],
+                "documents": [
+                    None if entry.documents is None else list(entry.documents)
+                    for entry in self.receipts
+                ],
+            },
+            "accounting": self.accounting,
+            "statistics": self.statistics.to_json(),
+            "bytes": self.bytes,
+        }
+
+    def to_bytes(self) -> builtins.bytes:
+        """The manifest as stored: JSON, with the digest of its own content."""
+        content = self._content()
+        content["digest"] = digest(content)
+        return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode()
+
+    @classmethod
+    def from_bytes(cls, data: builtins.bytes, where: str) -> Manifest:
+        """Reads `to_bytes`.
+
+        Raises:
+          CacheError: not a manifest of this format, or of a newer version.
+          DamageError: the content is not what its digest says.
+        """
+        what = f"the manifest {where}/{MANIFEST}"
+        content = parse_object(data, what)
+        fields = Fields(content, what)
+        if content.get("format") != FORMAT:
+            raise CacheError(
+                f"{what} says format {content.get('format')!r}, expected {FORMAT!r}: not a cache"
+            )
+        _check_version(fields, what)
+        stated = fields.text("digest")
+        content.pop("digest")
+        if digest(content) != stated:
+            raise DamageError(
+                [Damage(f"{MANIFEST} was changed: its content does not have the digest it states")],
+                "Restore the manifest from a copy, or capture again into a new folder.",
+            )
+        return cls._from_fields(fields, what)
+
+    @classmethod
+    def _from_fields(cls, fields: Fields, what: str) -> Manifest:
+        state = fields.choice("state", ("open", "complete"))
+        common: dict[str, Any] = {
+            "encoding": Encoding.from_json(fields.object("encoding"), f"{what}, encoding"),
+            **{
+                name: fields.object(name)
+                for name in ("capture", "teacher", "tokenizer", "corpus", "software")
+            },
+            "state": state,
+            "required_features": tuple(fields.list_of("required_features", str)),
+        }
+        if state == "open":
+            return cls(**common, run=fields.text("run"))
+        extents = [Fields(item, f"{what}, extent") for item in fields.list_of("extents", dict)]
+        receipts = fields.fields("receipts")
+        documents = receipts.list_of("documents", (list, type(None)))
+        return cls(
+            **common,
+            extents=tuple(
+                Extent(item.integer("first_shard"), item.integer("shards"), item.integer("rows", 1))
+                for item in extents
+            ),
+            receipts=tuple(
+                ReceiptEntry(sha, None if span is None else as_span(span, f"{what}, documents"))
+                for sha, span in zip(receipts.list_of("sha256", str), documents, strict=False)
+            ),
+            accounting=fields.object("accounting"),
+            statistics=Statistics.from_json(fields.object("statistics"), f"{what}, statistics"),
+            bytes={name: fields.fields("bytes").integer(name) for name in fields.object("bytes")},
+        )
+
+
+def _check_version(fields: Fields, what: str) -> None:
+    version = fields.list_of("version", int)
+    if len(version) != 2 or version[0] != VERSION[0]:
+        raise CacheError(
+            f"{what} has format version {'.'.join(map(str, version))}; this Stillroom reads "
+            f"version {VERSION[0]}.x. Update Stillroom to read a newer cache."
+        )
+    unknown = fields.list_of("required_features", str)
+    if unknown:
+        raise CacheError(
+            f"{what} requires features that this Stillroom does not have: {', '.join(unknown)}. "
+            "Update Stillroom."
+        )
+
+
+def read_manifest(store: Store) -> tuple[Manifest, bytes]:
+    """The manifest of the cache at a place, and its generation for `Store.replace`.
+
+    Raises:
+      CacheError: there is no cache there.
+    """
+    data, generation = store.read_versioned(MANIFEST)
+    if data is None:
+        raise CacheError(
+            f"{store.location} is not a cache: it has no {MANIFEST}. {_what_is_there(store)}"
+        )
+    return Manifest.from_bytes(data, store.location), generation
+
+
+def _what_is_there(store: Store) -> str:
+    local = store.local
+    if local is None:
+        return "Check the address."
+    if not local.exists():
+        return (
+            "There is no such folder. Check the path, or make a cache with `stillroom precompute`."
+        )
+    if not local.is_dir():
+        return "It is a file; a cache is a folder."
+    names: Sequence[str] = sorted(path.name for path in local.iterdir())[:5]
+    return f"It holds: {', '.join(names) or 'nothing'}. Check the path."

@@ -1,0 +1,207 @@
+"""Reading a finished cache: `open`, rows, weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Integer
+from tokenizers import Tokenizer
+
+from cache import encoding as _encoding
+from cache.errors import CacheError, Damage, DamageError
+from cache.format import ARRAYS, RECEIPTS, TOKENIZER, ArraySpec, Encoding
+from cache.manifest import Manifest, read_manifest
+from cache.storage import StorageError, Store
+
+REPAIR = (
+    "Run `stillroom verify CACHE --full --repair`, then the same `stillroom precompute` "
+    "again: it redoes exactly what is broken."
+)
+
+
+def open(location: str | os.PathLike[str]) -> Cache:
+    """Opens a finished cache for reading. Reads one object, the manifest.
+
+    Args:
+      location: a local path, or a gs://, s3:// or http:// address.
+
+    Raises:
+      CacheError: there is no cache, it is of a newer version, or its capture is not finished.
+    """
+    store = Store(location)
+    manifest, _ = read_manifest(store)
+    if manifest.state != "complete":
+        done = len(store.list(RECEIPTS))
+        raise CacheError(
+            f"the capture into {store.location} is not finished ({done} shards done). "
+            "Run the same `stillroom precompute` again: it goes on where it stopped."
+        )
+    return Cache(store, manifest)
+
+
+class Cache:
+    """A finished cache. Made by `cache.open`; safe to pickle and to use from threads.
+
+    `len(cache)` is the number of rows. Rows are numbered 0 … len - 1.
+
+    Attributes:
+      manifest: what the cache is.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest):
+        self._store = store
+        self.manifest = manifest
+        self._specs = manifest.encoding.arrays()
+        self._arrays: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"store": self._store, "manifest": self.manifest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["store"], state["manifest"])
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    def __repr__(self) -> str:
+        settings = self.encoding
+        exact = "exact" if settings.tail == "none" else "sampled tail"
+        temperatures = ", ".join(f"{value:g}" for value in settings.temperatures)
+        statistics = self.manifest.statistics
+        labels = statistics.labels if statistics else 0
+        return (
+            f"<Cache {self._store.location}: {len(self):,} rows of {settings.length}, "
+            f"{labels:,} labels, k = {settings.k} ({exact}), temperature {temperatures}, "
+            f"{settings.vocabulary:,} tokens, teacher {self.manifest.teacher.get('source', '?')}>"
+        )
+
+    @property
+    def location(self) -> str:
+        return self._store.location
+
+    @property
+    def encoding(self) -> Encoding:
+        return self.manifest.encoding
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the arrays."""
+        return tuple(self._specs)
+
+    def rows(
+        self,
+        indices: Sequence[int] | Integer[np.ndarray, "batch"] | slice,
+        fields: Iterable[str] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Rows of the cache, in the order asked for, in one batched read per array.
+
+        Args:
+          indices: row numbers, 0 … len - 1, in any order, repeats allowed; or a slice.
+          fields: names of arrays; all of them if None.
+
+        Returns:
+          Per array a numpy array [batch, position, ...] of the stored type. Positions without
+          a label (`label_mask` = 0) hold NaN, an illegal id or the largest count.
+
+        Raises:
+          CacheError: a row or field that does not exist.
+          DamageError: data is missing or damaged; names shards, rows and documents.
+        """
+        stored = self.stored_rows(indices)
+        names = self.fields if fields is None else tuple(fields)
+        for name in names:
+            if name not in self._specs:
+                raise CacheError(f"no field {name!r}; the cache has {', '.join(self._specs)}")
+        futures = [(name, self._array(name)[stored].read()) for name in names]
+        values = {}
+        for name, future in futures:
+            try:
+                values[name] = future.result()
+            except ValueError as error:
+                raise self._damage(name, stored, error) from error
+        return values
+
+    def weights(
+        self, arrays: dict[str, np.ndarray], temperature: float | None = None
+    ) -> Float32[np.ndarray, "*rows k"]:
+        """The weight of each entry in the teacher's distribution; see `encoding.weights`.
+
+        Args:
+          arrays: what `rows` returned (all fields, or those that `encoding.weights` names).
+          temperature: a captured temperature; the first one if None.
+        """
+        if temperature is None:
+            temperature = self.encoding.temperatures[0]
+        return _encoding.weights(arrays, self.encoding, temperature)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the teacher, as stored in the cache."""
+        data = self._store.read(f"{TOKENIZER}/tokenizer.json")
+        if data is None:
+            raise DamageError([Damage("tokenizer/tokenizer.json is missing")], REPAIR)
+        return Tokenizer.from_str(data.decode())
+
+    def stored_rows(
+        self, indices: Sequence[int] | Integer[np.ndarray, "batch"] | slice
+    ) -> Integer[np.ndarray, "batch"]:
+        """Positions of rows on the arrays' row axis.
+
+        Raises:
+          CacheError: a row that does not exist.
+        """
+        if isinstance(indices, slice):
+            indices = np.arange(len(self))[indices]
+        rows = np.asarray(indices)
+        if rows.size == 0:
+            rows = rows.astype(np.int64)
+        if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+            raise CacheError(
+                f"row numbers should be a list of integers, found {rows.dtype}{list(rows.shape)}"
+            )
+        rows = rows.astype(np.int64)
+        wrong = rows[(rows < 0) | (rows >= len(self))]
+        if wrong.size:
+            raise CacheError(f"the cache has rows 0 to {len(self) - 1}, not {wrong[0]}")
+        extents = self.manifest.extents
+        if len(extents) == 1:
+            return rows
+        ends = np.cumsum([extent.rows for extent in extents])
+        index = np.searchsorted(ends, rows, side="right")
+        starts = ends - [extent.rows for extent in extents]
+        firsts = np.array([extent.first_shard for extent in extents])
+        return rows - starts[index] + firsts[index] * self.encoding.rows_per_shard
+
+    def _array(self, name: str) -> Any:
+        if name not in self._arrays:
+            spec: ArraySpec = self._specs[name]
+            metadata = spec.zarr(self.manifest.stored_rows, self.encoding.rows_per_shard)
+            self._arrays[name] = self._store.open_array(f"{ARRAYS}/{name}", metadata)
+        return self._arrays[name]
+
+    def _damage(
+        self, name: str, stored: Integer[np.ndarray, "batch"], error: ValueError
+    ) -> CacheError:
+        """Finds which of the shards that a failed read touched are broken."""
+        array = self._array(name)
+        per_shard = self.encoding.rows_per_shard
+        found = []
+        for shard in np.unique(stored // per_shard).tolist():
+            inside = stored[stored // per_shard == shard]
+            try:
+                array[inside].read().result()
+            except ValueError as reason:
+                found.append(
+                    Damage(
+                        str(reason),
+                        shard=shard,
+                        array=name,
+                        rows=self.manifest.shard_rows(shard),
+                        documents=self.manifest.receipts[shard].documents,
+                    )
+                )
+        if not found:
+            return StorageError(f"reading {name} from {self.location} failed once: {error}")
+        return DamageError(found, REPAIR)

@@ -1,0 +1,117 @@
+"""Writing: making the arrays, storing a shard, committing its receipt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cache.errors import CacheError
+from cache.format import ARRAYS, RECEIPTS, Encoding, group_metadata, receipt_key
+from cache.manifest import Manifest, read_manifest
+from cache.receipt import Receipt, StoredArray, data_digest
+from cache.statistics import document_range, statistics_of
+from cache.storage import Store, chunk_key, encode_chunk
+
+
+class TakenOverError(CacheError):
+    """The cache is being filled by another run: this one must not write any more."""
+
+
+def array_objects(encoding: Encoding, rows: int) -> dict[str, bytes]:
+    """The metadata objects of the arrays of a cache with a number of stored rows, by key."""
+    metadata = {
+        name: spec.zarr(rows, encoding.rows_per_shard) for name, spec in encoding.arrays().items()
+    }
+    objects = {f"{ARRAYS}/{name}/zarr.json": value for name, value in metadata.items()}
+    objects[f"{ARRAYS}/zarr.json"] = group_metadata(metadata)
+    return {key: json.dumps(value, indent=1).encode() for key, value in objects.items()}
+
+
+def create_arrays(store: Store, encoding: Encoding, rows: int) -> None:
+    """Writes the metadata of arrays with a number of rows; no data yet."""
+    for key, value in array_objects(encoding, rows).items():
+        if store.read(key) != value:
+            store.write(key, value)
+
+
+def array_chunk_key(name: str, rank: int, shard: int) -> str:
+    """The key of one array's file of one shard."""
+    return f"{ARRAYS}/{name}/{chunk_key(shard, rank)}"
+
+
+def write_shard(
+    store: Store,
+    manifest: Manifest,
+    shard: int,
+    total_rows: int,
+    arrays: Mapping[str, np.ndarray],
+) -> Receipt:
+    """Stores one shard's arrays, then commits its receipt.
+
+    Args:
+      store: where the cache is.
+      manifest: the open manifest that this run wrote, its corpus digest known.
+      shard: the shard's number.
+      total_rows: stored rows of the whole cache.
+      arrays: every array of the format, [rows of the shard, ...], as `encode_shard` gives.
+
+    Raises:
+      CacheError: an array is missing or has another shape or type than the format says.
+      TakenOverError: another run has taken over the cache.
+      StorageError: storage refused a write.
+    """
+    encoding = manifest.encoding
+    first, end = encoding.shard_rows(shard, total_rows)
+    stored = {}
+    for name, spec in encoding.arrays().items():
+        values = arrays[name]
+        expected = (end - first, *spec.inner)
+        if values.shape != expected or values.dtype != spec.dtype:
+            raise CacheError(
+                f"shard {shard}, array {name}: expected {spec.dtype}{list(expected)}, "
+                f"found {values.dtype}{list(values.shape)}"
+            )
+        data = encode_chunk(spec.zarr(total_rows, encoding.rows_per_shard), shard, values)
+        store.write(array_chunk_key(name, values.ndim, shard), data)
+        stored[name] = StoredArray(data_digest(values), len(data))
+    receipt = Receipt(
+        shard=shard,
+        rows=(first, end),
+        documents=document_range(arrays["documents"]),
+        identity=manifest.identity,
+        arrays=stored,
+        statistics=statistics_of(arrays, encoding),
+    )
+    check_run(store, manifest.run)
+    store.write(receipt_key(shard), receipt.to_bytes())
+    return receipt
+
+
+def check_run(store: Store, run: str) -> None:
+    """Checks that the cache is still open and still filled by the given run.
+
+    Raises:
+      TakenOverError: it is not.
+    """
+    current, _ = read_manifest(store)
+    if current.state != "open" or current.run != run:
+        raise TakenOverError(
+            f"{store.location} is being filled by run {current.run or '(finished)'}, this is run "
+            f"{run}: another `precompute` took over. Nothing is lost; let one of them finish."
+        )
+
+
+def read_receipts(store: Store, shards: Sequence[int]) -> dict[int, bytes | None]:
+    """The receipts of some shards, None where there is none."""
+    return dict(zip(shards, store.read_many(receipt_key(shard) for shard in shards), strict=True))
+
+
+def finished_shards(store: Store) -> set[int]:
+    """Numbers of the shards that have a receipt."""
+    return {
+        int(name.removesuffix(".json"))
+        for name in store.list(RECEIPTS)
+        if name.removesuffix(".json").isdigit()
+    }

@@ -1,0 +1,214 @@
+"""The views of `summary.py` and the reports of `verify.py` as text for a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from cache.verify import Report
+
+# Numbers of shards, and findings, that are listed in full.
+_LISTED = 20
+
+
+def render(view: dict[str, Any]) -> str:
+    """A view as text, by its "view" field."""
+    return _RENDERERS[view["view"]](view)
+
+
+def render_report(report: Report) -> str:
+    """What `verify` found, as text."""
+    depth = "every byte" if report.full else "receipts, files and sizes"
+    lines = [
+        f"{report.location}: {report.state}, {report.shards:,} shards, "
+        f"{report.bytes:,} bytes of arrays; checked {depth}"
+    ]
+    if report.sound:
+        advice = "" if report.full else " (--full reads every byte)"
+        return "\n".join([*lines, f"sound{advice}"])
+    lines += [f"  {item}" for item in report.damage[:_LISTED]]
+    if len(report.damage) > _LISTED:
+        lines.append(f"  and {len(report.damage) - _LISTED:,} more")
+    if report.repaired:
+        lines.append(
+            f"removed the receipts of shards {_numbers(report.repaired)}; the same "
+            "`stillroom precompute` now redoes exactly these"
+        )
+    elif any(item.shard is not None for item in report.damage):
+        lines.append("--repair removes the receipts of the broken shards; then run the same")
+        lines.append("`stillroom precompute` again: it redoes exactly those")
+    return "\n".join(lines)
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> list[str]:
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def _summary(view: dict[str, Any]) -> str:
+    encoding, shards, teacher = view["encoding"], view["shards"], view["teacher"]
+    tail = "all exact" if encoding["tail"] == "none" else "sampled tail"
+    rounding = encoding["logprobs"]
+    if rounding == "rounded":
+        rounding = f"float16 rounded to {encoding['mantissa_bits']} mantissa bits"
+    revision = f" at {teacher['revision']}" if teacher["revision"] else ""
+    total = "?" if shards["total"] is None else f"{shards['total']:,}"
+    rows = [
+        ("cache", f"{view['cache']} ({view['state']}, format {view['format_version']})"),
+        (
+            "teacher",
+            f"{teacher['source']}{revision}, {teacher['parameters']:,} parameters, "
+            f"{view['capture'].get('precision')}, fingerprint {teacher['fingerprint'][:12]}",
+        ),
+        (
+            "tokenizer",
+            f"{encoding['vocabulary']:,} tokens, "
+            f"fingerprint {view['tokenizer']['fingerprint'][:12]}",
+        ),
+        ("corpus", f"{view['corpus']['description']}, {view['corpus']['documents']:,} documents"),
+        (
+            "targets",
+            f"k = {encoding['k']}, {tail}"
+            + (f", at least {view['capture'].get('exact')} exact" if tail != "all exact" else "")
+            + f", log-probs {rounding}",
+        ),
+        (
+            "shards",
+            f"{shards['done']:,} of {total} done, {len(shards['missing']):,} missing, "
+            f"{len(shards['damaged']):,} files damaged; "
+            f"{encoding['rows_per_shard']:,} rows each",
+        ),
+    ]
+    if "rows" in view:
+        rows += [
+            (
+                "rows",
+                f"{view['rows']:,} of {encoding['length']:,} ({view['capture'].get('layout')}), "
+                f"{view['tokens']:,} tokens, {view['padding']:.1%} padding",
+            ),
+            *_statistics(view),
+            ("bytes", f"{view['bytes']['total']:,}, {view['bytes']['per_token']:.1f} per token:"),
+            *(
+                (f"  {name}", f"{entry['per_token']:.2f} per token")
+                for name, entry in view["bytes"]["arrays"].items()
+            ),
+        ]
+        lost = view["accounting"]
+        if lost.get("dropped_bytes"):
+            rows.append(
+                (
+                    "dropped",
+                    f"{lost['dropped_bytes']:,} bytes of {lost['documents_with_dropped_bytes']:,} "
+                    "documents that the tokenizer has no token for",
+                )
+            )
+    lines = _table(rows)
+    if shards["missing"]:
+        lines.append(f"missing: shards {_numbers(shards['missing'])}")
+    lines += [f"damaged: {item}" for item in shards["damaged"][:_LISTED]]
+    if view["state"] == "open":
+        lines.append("not finished: run the same `stillroom precompute` again")
+    return "\n".join(lines)
+
+
+def _statistics(view: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        (
+            "labels",
+            f"{view['labels']:,}; {view['exact_entries_per_label']:.1f} exact and "
+            f"{view['sampled_entries_per_label']:.1f} sampled entries each; "
+            f"{view['rows_without_labels']:,} rows without",
+        )
+    ]
+    if view["entropy"] is None:
+        return rows
+    for mass in view["exact_mass"]:
+        rows.append(
+            (
+                f"exact mass, T = {mass['temperature']:g}",
+                f"mean {mass['mean']:.1%}, 10th percentile {mass['percentile_10']:.1%}",
+            )
+        )
+    rows.append(("entropy", f"{view['entropy']:.3f} nats on average"))
+    rows.append(("teacher", f"perplexity {view['teacher_perplexity']:.2f} on the labels"))
+    return rows
+
+
+def _shard(view: dict[str, Any]) -> str:
+    documents = view["documents"]
+    first, end = view["rows"]
+    rows = [
+        ("shard", f"{view['shard']} of {view['cache']}"),
+        ("rows", f"{first}-{end - 1}"),
+        ("documents", "none" if documents is None else f"{documents[0]}-{documents[1]}"),
+        ("tokens", f"{view['tokens']:,}"),
+        *_statistics(view),
+        ("receipt", f"sha256 {view['receipt_sha256']}"),
+        *(
+            (f"  {name}", f"{entry['bytes']:>12,} bytes  sha256 {entry['sha256'][:16]}…")
+            for name, entry in view["arrays"].items()
+        ),
+        *(
+            (
+                "made",
+                f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(event['time']))} UTC, "
+                f"scoring {event.get('scoring_seconds', 0):.1f} s, "
+                f"writing {event.get('writing_seconds', 0):.1f} s",
+            )
+            for event in view["timings"]
+        ),
+    ]
+    return "\n".join(_table(rows))
+
+
+def _row(view: dict[str, Any]) -> str:
+    lines = [f"row {view['row']} of {view['cache']} (shard {view['shard']})"]
+    for segment in view["segments"]:
+        first, end = segment["positions"]
+        perplexity = segment["teacher_perplexity"]
+        quality = "" if perplexity is None else f", teacher perplexity {perplexity:.2f}"
+        lines.append(
+            f"segment {segment['segment']}: document {segment['document']}, positions "
+            f"{first}-{end - 1}, {segment['labels']} labels{quality}"
+        )
+        lines += [f"  | {line}" for line in segment["text"].splitlines()]
+    if view["padding"]:
+        lines.append(f"{view['padding']} positions of padding")
+    return "\n".join(lines)
+
+
+def _position(view: dict[str, Any]) -> str:
+    lines = [f"row {view['row']}, position {view['position']} of {view['cache']}"]
+    if view["document"] is None:
+        return "\n".join([*lines, "padding: no token, no prediction"])
+    lines += [f"document {view['document']}", f"  before  {view['before']!r}"]
+    label = view["label"]
+    if label is None:
+        return "\n".join([*lines, "no label: the document ends here, or the label does not count"])
+    rank = f"rank {label['rank']}" if label["rank"] else f"rank above {label['rank_above']}"
+    lines += [
+        f"  then    {view['after']!r}",
+        f"next token {label['text']!r} (id {label['id']}): probability "
+        f"{label['probability']:.4f}, {rank}; entropy {view['entropy']:.3f} nats",
+        f"entries at temperature {view['temperature']:g}:",
+        "  probability  kind        id  token",
+    ]
+    lines += [
+        f"  {entry['probability']:11.6f}  {entry['kind']:<7} {entry['id']:>6}  {entry['text']!r}"
+        + ("  <- next" if entry["id"] == label["id"] else "")
+        for entry in view["entries"]
+    ]
+    total = sum(entry["probability"] for entry in view["entries"])
+    lines.append(f"  {total:11.6f}  in all")
+    return "\n".join(lines)
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    numbers = list(numbers)
+    shown = ", ".join(str(number) for number in numbers[:_LISTED])
+    return f"{shown} and {len(numbers) - _LISTED:,} more" if len(numbers) > _LISTED else shown
+
+
+_RENDERERS = {"summary": _summary, "shard": _shard, "row": _row, "position": _position}

@@ -1,0 +1,242 @@
+"""The one place that reads and writes storage: a folder on anything TensorStore reaches.
+
+Every write in the project, arrays included, is one `Store.write`, `Store.create`
+or `Store.replace` of one object, and each is atomic: a reader sees the old object
+or the new one, never a part of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+from cache.errors import CacheError
+
+# What TensorStore says a key's generation is while the key does not exist.
+_ABSENT = b"\x02"
+# The cached shard indices of the arrays a process reads; 8 MiB hold thousands.
+_POOL_BYTES = 8 * 2**20
+
+
+class StorageError(CacheError):
+    """Storage refused an operation: no permission, disk full, connection lost."""
+
+
+class Store:
+    """A folder that holds objects by key ("receipts/000000.json").
+
+    Args:
+      location: a local path, or a URL that TensorStore knows (gs://bucket/path,
+        s3://bucket/path, http://host/path).
+    """
+
+    def __init__(self, location: str | os.PathLike[str]):
+        self.location = os.fspath(location).rstrip("/") or "/"
+        self._kvstore: Any = None
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _POOL_BYTES}})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"location": self.location}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["location"])
+
+    def __repr__(self) -> str:
+        return f"Store({self.location!r})"
+
+    @property
+    def local(self) -> Path | None:
+        """The folder as a local path, or None for object storage."""
+        if re.match(r"[a-z0-9+]+://", self.location):
+            return None
+        return Path(self.location).absolute()
+
+    def specification(self, folder: str = "") -> dict[str, Any] | str:
+        """TensorStore's key-value specification of this folder, or of one inside it."""
+        suffix = f"{folder.strip('/')}/" if folder else ""
+        if self.local is None:
+            return f"{self.location}/{suffix}"
+        return {"driver": "file", "path": f"{self.local}/{suffix}"}
+
+    @property
+    def kvstore(self) -> Any:
+        if self._kvstore is None:
+            try:
+                self._kvstore = ts.KvStore.open(
+                    self.specification(), context=self._context
+                ).result()
+            except ValueError as error:
+                raise CacheError(
+                    f"cannot open {self.location} as a place to store a cache: {error}. "
+                    "Give a local path, or a gs:// or s3:// address."
+                ) from error
+        return self._kvstore
+
+    def read(self, key: str) -> bytes | None:
+        """The object's bytes, or None if there is none."""
+        return self.read_versioned(key)[0]
+
+    def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
+        """The object's bytes (None if absent) and the generation `replace` compares with."""
+        try:
+            result = self.kvstore.read(key).result()
+        except ValueError as error:
+            raise self._refused("read", key, error) from error
+        value = result.value if result.state == "value" else None
+        return value, result.stamp.generation
+
+    def read_many(self, keys: Iterable[str]) -> list[bytes | None]:
+        """Several objects at once."""
+        keys = list(keys)
+        futures = [self.kvstore.read(key) for key in keys]
+        values = []
+        for key, future in zip(keys, futures, strict=True):
+            try:
+                result = future.result()
+            except ValueError as error:
+                raise self._refused("read", key, error) from error
+            values.append(result.value if result.state == "value" else None)
+        return values
+
+    def write(self, key: str, value: bytes) -> None:
+        """Writes one object, replacing what was there."""
+        try:
+            self.kvstore.write(key, value).result()
+        except ValueError as error:
+            raise self._refused("write", key, error) from error
+
+    def create(self, key: str, value: bytes) -> bool:
+        """Writes one object if there is none; False if there was one already."""
+        return self.replace(key, value, _ABSENT)
+
+    def replace(self, key: str, value: bytes, generation: bytes) -> bool:
+        """Writes one object if its generation is still the given one; False if it is not."""
+        try:
+            stamp = self.kvstore.write(key, value, if_equal=generation).result()
+        except ValueError as error:
+            raise self._refused("write", key, error) from error
+        return stamp.generation != b""
+
+    def delete(self, key: str) -> None:
+        """Removes one object, if it is there."""
+        try:
+            self.kvstore.write(key, None).result()
+        except ValueError as error:
+            raise self._refused("delete", key, error) from error
+
+    def delete_folder(self, folder: str) -> None:
+        """Removes every object under a folder."""
+        prefix = f"{folder.strip('/')}/"
+        try:
+            self.kvstore.delete_range(_under(prefix)).result()
+        except ValueError as error:
+            raise self._refused("delete", prefix, error) from error
+        if self.local is not None:
+            _remove_empty_folders(self.local / folder)
+
+    def list(self, folder: str = "") -> list[str]:
+        """Keys under a folder, sorted, relative to the folder."""
+        prefix = f"{folder.strip('/')}/" if folder else ""
+        try:
+            keys = self.kvstore.list(_under(prefix), strip_prefix_length=len(prefix)).result()
+        except ValueError as error:
+            raise self._refused("list", prefix, error) from error
+        # TensorStore's own unfinished writes: "<key>.__lock" and temporaries of it.
+        return sorted(name for key in keys if "__lock" not in (name := key.decode()))
+
+    def sizes_differ(self, sizes: dict[str, int]) -> dict[str, str]:
+        """Which objects are absent or do not have the given size in bytes, and how.
+
+        One small read an object: the last byte at the given size, and nothing after it.
+        """
+        futures = {
+            key: self.kvstore.read(key, byte_range=slice(max(size - 1, 0), None))
+            for key, size in sizes.items()
+        }
+        found = {}
+        for key, future in futures.items():
+            try:
+                result = future.result()
+            except ValueError as error:
+                if "OUT_OF_RANGE" not in str(error):
+                    raise self._refused("read", key, error) from error
+                found[key] = f"should be {sizes[key]} bytes long, is shorter"
+                continue
+            if result.state != "value":
+                found[key] = "is missing"
+            elif len(result.value) != min(sizes[key], 1):
+                found[key] = f"should be {sizes[key]} bytes long, is longer"
+        return found
+
+    def _refused(self, verb: str, key: str, error: ValueError) -> StorageError:
+        return StorageError(f"cannot {verb} {self.location}/{key}: {error}")
+
+    def open_array(self, folder: str, metadata: dict[str, Any] | None = None) -> Any:
+        """Opens the Zarr v3 array in a folder such that a missing chunk is an error.
+
+        Args:
+          folder: the array's folder.
+          metadata: the array's zarr.json, if known, which saves reading it.
+        """
+        specification: dict[str, Any] = {
+            "driver": "zarr3",
+            "kvstore": self.specification(folder),
+            "fill_missing_data_reads": False,
+            "store_data_equal_to_fill_value": True,
+            "recheck_cached_data": "open",
+        }
+        options: dict[str, Any] = {"open": True}
+        if metadata is not None:
+            specification["metadata"] = metadata
+            options["assume_metadata"] = True
+        return ts.open(specification, context=self._context, **options).result()
+
+
+def encode_chunk(metadata: dict[str, Any], index: int, values: Any) -> bytes:
+    """The bytes of one outer chunk of a Zarr v3 array, as TensorStore would store it.
+
+    The chunk is encoded in memory, so that the caller stores it as one object of a
+    known size.
+
+    Args:
+      metadata: the array's zarr.json.
+      index: the chunk's index along the first axis; it covers the other axes whole.
+      values: the chunk's values, cut where the array ends.
+    """
+    context = ts.Context()
+    array = ts.open(
+        {
+            "driver": "zarr3",
+            "kvstore": {"driver": "memory", "path": "chunk/"},
+            "store_data_equal_to_fill_value": True,
+            "metadata": metadata,
+        },
+        context=context,
+        create=True,
+    ).result()
+    first = index * metadata["chunk_grid"]["configuration"]["chunk_shape"][0]
+    array[first : first + len(values)].write(values).result()
+    store = ts.KvStore.open({"driver": "memory", "path": "chunk/"}, context=context).result()
+    return store.read(chunk_key(index, len(metadata["shape"]))).result().value
+
+
+def chunk_key(index: int, rank: int) -> str:
+    """The key of an outer chunk that is cut along the first axis only: c.<index>.0.0"""
+    return ".".join(["c", str(index), *["0"] * (rank - 1)])
+
+
+def _under(prefix: str) -> Any:
+    # The end of the range is the prefix with its final "/" replaced by the next
+    # character, "0".
+    return ts.KvStore.KeyRange(prefix, prefix[:-1] + "0" if prefix else "")
+
+
+def _remove_empty_folders(folder: Path) -> None:
+    for path, _, _ in os.walk(folder, topdown=False):
+        if not os.listdir(path):
+            os.rmdir(path)

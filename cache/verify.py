@@ -1,0 +1,264 @@
+"""Checking a cache: quickly (what is there, how long is it) or every byte."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cache.consistency import inconsistencies
+from cache.errors import CacheError, Damage
+from cache.format import ARRAYS, MANIFEST, TOKENIZER, receipt_key
+from cache.manifest import Manifest, read_manifest
+from cache.receipt import Receipt, data_digest
+from cache.shards import array_chunk_key, array_objects, finished_shards, read_receipts
+from cache.statistics import Statistics, combine, statistics_of
+from cache.storage import Store
+
+# Receipts read, and sizes asked for, at a time.
+_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found.
+
+    Attributes:
+      location: the cache.
+      state: "complete" or "open".
+      full: whether every byte was read.
+      shards: number of shards that were looked at.
+      bytes: size of the array files that the receipts state.
+      damage: everything found.
+      repaired: shards whose receipts were removed.
+    """
+
+    location: str
+    state: str
+    full: bool
+    shards: int
+    bytes: int
+    damage: tuple[Damage, ...]
+    repaired: tuple[int, ...] = ()
+
+    @property
+    def sound(self) -> bool:
+        return not self.damage
+
+
+def verify(
+    location: str | os.PathLike[str],
+    *,
+    full: bool = False,
+    repair: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Checks a cache.
+
+    Quick: the manifest's digest, the arrays' metadata, the tokenizer, every receipt's digest,
+    every file's existence and size. Full: also every byte of every array (checksums, digests)
+    and whether the values make sense together (consistency.py).
+
+    Args:
+      location: the cache.
+      full: read every byte.
+      repair: remove the receipts of broken shards and reopen the cache, so that the same
+        `precompute` redoes exactly those. The rest of the cache stays as it is.
+      progress: called with (shards done, shards in all).
+
+    Raises:
+      CacheError: there is no readable manifest, so that nothing else can be checked.
+    """
+    store = Store(location)
+    manifest, generation = read_manifest(store)
+    damage = list(_metadata_damage(store, manifest))
+    shards = sorted(finished_shards(store)) if manifest.state == "open" else range(manifest.shards)
+    if manifest.state == "open":
+        damage.append(
+            Damage(
+                f"the capture is not finished: {len(shards)} shards have receipts. "
+                "Run the same `stillroom precompute` again."
+            )
+        )
+    sizes = dict.fromkeys(manifest.encoding.arrays(), 0)
+    found: list[Statistics] = []
+    shards = list(shards)
+    for start in range(0, len(shards), _BATCH):
+        batch = shards[start : start + _BATCH]
+        receipts, broken = _receipts(store, manifest, batch)
+        damage += broken
+        damage += _size_damage(store, manifest, receipts)
+        unreadable = {item.shard for item in damage}
+        for number, shard in enumerate(batch):
+            receipt = receipts.get(shard)
+            if receipt is not None:
+                for name, stored in receipt.arrays.items():
+                    sizes[name] += stored.bytes
+                found.append(receipt.statistics)
+                if full and shard not in unreadable:
+                    damage += _data_damage(store, manifest, receipt)
+            if progress is not None:
+                progress(start + number + 1, len(shards))
+    if manifest.state == "complete" and len(found) == manifest.shards:
+        total = combine(found, len(manifest.encoding.temperatures))
+        if total != manifest.statistics or sizes != manifest.bytes:
+            damage.append(Damage("the manifest's statistics are not the sum of the receipts'"))
+    repaired: tuple[int, ...] = ()
+    if repair and damage:
+        repaired = _repair(store, manifest, generation, damage)
+    return Report(
+        location=store.location,
+        state=manifest.state,
+        full=full,
+        shards=len(shards),
+        bytes=sum(sizes.values()),
+        damage=tuple(damage),
+        repaired=repaired,
+    )
+
+
+def _metadata_damage(store: Store, manifest: Manifest) -> Iterator[Damage]:
+    if manifest.state == "complete":
+        expected = array_objects(manifest.encoding, manifest.stored_rows)
+        found = dict(zip(expected, store.read_many(expected), strict=True))
+        for key, value in expected.items():
+            if found[key] != value:
+                state = "is missing" if found[key] is None else "was changed"
+                yield Damage(f"{key} {state}")
+    files: dict[str, Any] = manifest.tokenizer.get("files", {})
+    for name, sha256 in files.items():
+        data = store.read(f"{TOKENIZER}/{name}")
+        if data is None:
+            yield Damage(f"{TOKENIZER}/{name} is missing")
+        elif hashlib.sha256(data).hexdigest() != sha256:
+            yield Damage(f"{TOKENIZER}/{name} was changed")
+
+
+def _receipts(
+    store: Store, manifest: Manifest, shards: list[int]
+) -> tuple[dict[int, Receipt], list[Damage]]:
+    """The sound receipts of some shards, and what is wrong with the others."""
+    receipts, damage = {}, []
+    identity = manifest.identity
+    for shard, data in read_receipts(store, shards).items():
+        listed = manifest.receipts[shard] if manifest.state == "complete" else None
+        where: dict[str, Any] = {"shard": shard}
+        if listed is not None:
+            where |= {"rows": manifest.shard_rows(shard), "documents": listed.documents}
+        if data is None:
+            damage.append(Damage(f"{receipt_key(shard)} is missing", **where))
+            continue
+        try:
+            receipt = Receipt.from_bytes(data, receipt_key(shard))
+        except CacheError as error:
+            damage.append(Damage(str(error), **where))
+            continue
+        if listed is not None and hashlib.sha256(data).hexdigest() != listed.sha256:
+            damage.append(
+                Damage(f"{receipt_key(shard)} is not the one the manifest lists", **where)
+            )
+        elif receipt.shard != shard or (listed is not None and receipt.identity != identity):
+            damage.append(Damage(f"{receipt_key(shard)} belongs to something else", **where))
+        elif set(receipt.arrays) != set(manifest.encoding.arrays()):
+            damage.append(Damage(f"{receipt_key(shard)} lists other arrays", **where))
+        else:
+            receipts[shard] = receipt
+    return receipts, damage
+
+
+def _size_damage(
+    store: Store, manifest: Manifest, receipts: dict[int, Receipt]
+) -> Iterator[Damage]:
+    places = {
+        array_chunk_key(name, len(spec.inner) + 1, shard): (shard, name)
+        for name, spec in manifest.encoding.arrays().items()
+        for shard in receipts
+    }
+    sizes = {key: receipts[shard].arrays[name].bytes for key, (shard, name) in places.items()}
+    for key, reason in store.sizes_differ(sizes).items():
+        shard, name = places[key]
+        yield _at(receipts[shard], name, f"{key} {reason}")
+
+
+def _at(receipt: Receipt, name: str, reason: str) -> Damage:
+    return Damage(
+        reason, shard=receipt.shard, array=name, rows=receipt.rows, documents=receipt.documents
+    )
+
+
+def read_shard(store: Store, manifest: Manifest, receipt: Receipt) -> dict[str, Any]:
+    """Every array of one shard; a ValueError in place of an array that cannot be read."""
+    first, end = receipt.rows
+    futures = {}
+    for name, spec in manifest.encoding.arrays().items():
+        rows = manifest.stored_rows or end
+        metadata = spec.zarr(max(rows, end), manifest.encoding.rows_per_shard)
+        futures[name] = store.open_array(f"{ARRAYS}/{name}", metadata)[first:end].read()
+    values: dict[str, Any] = {}
+    for name, future in futures.items():
+        try:
+            values[name] = future.result()
+        except ValueError as error:
+            values[name] = error
+    return values
+
+
+def _data_damage(store: Store, manifest: Manifest, receipt: Receipt) -> Iterator[Damage]:
+    values = read_shard(store, manifest, receipt)
+    whole = True
+    for name, value in values.items():
+        if isinstance(value, ValueError):
+            whole = False
+            yield _at(receipt, name, str(value))
+        elif data_digest(value) != receipt.arrays[name].sha256:
+            yield _at(receipt, name, "the data is not what the receipt's digest says")
+    if not whole:
+        return
+    documents = manifest.corpus.get("documents")
+    for name, reason in inconsistencies(values, manifest.encoding, documents):
+        yield _at(receipt, name, reason)
+    if not _same_statistics(statistics_of(values, manifest.encoding), receipt.statistics):
+        yield Damage(
+            "the receipt's statistics are not those of the data",
+            shard=receipt.shard,
+            rows=receipt.rows,
+            documents=receipt.documents,
+        )
+
+
+def _same_statistics(one: Statistics, other: Statistics) -> bool:
+    floats = ("label_logprobs", "entropy", "exact_mass")
+    blank: dict[str, Any] = {"label_logprobs": 0.0, "entropy": 0.0, "exact_mass": ()}
+    return replace(one, **blank) == replace(other, **blank) and all(
+        np.allclose(getattr(one, name), getattr(other, name), rtol=1e-9, atol=1e-9)
+        for name in floats
+    )
+
+
+def _repair(
+    store: Store, manifest: Manifest, generation: bytes, damage: list[Damage]
+) -> tuple[int, ...]:
+    shards = sorted({item.shard for item in damage if item.shard is not None})
+    if manifest.state == "complete":
+        reopened = replace(
+            manifest,
+            state="open",
+            run=f"repair-{uuid.uuid4().hex[:12]}",
+            extents=(),
+            receipts=(),
+            accounting={},
+            statistics=None,
+            bytes={},
+        )
+        if not store.replace(MANIFEST, reopened.to_bytes(), generation):
+            raise CacheError(
+                f"the manifest of {store.location} changed while it was verified; verify again"
+            )
+    for shard in shards:
+        store.delete(receipt_key(shard))
+    return tuple(shards)

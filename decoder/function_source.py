@@ -1,0 +1,121 @@
+"""Teachers given as `package.module:function`: any NNX module of the one-row convention."""
+
+import hashlib
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from decoder.checkpoint import canonical_digest
+from decoder.errors import DecoderError
+
+_PROBE = 8  # positions of the row that a module is tried on, abstractly
+
+
+class LogitsModel(nnx.Module):
+    """A module that returns logits itself, seen as one whose hidden states are the logits."""
+
+    def __init__(self, model: nnx.Module) -> None:
+        self.model = model
+        self.max_positions = getattr(model, "max_positions", None)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "length"],
+        segments: Int[Array, "length"],
+        positions: Int[Array, "length"],
+    ) -> Float[Array, "length vocabulary"]:
+        return self.model(tokens, segments, positions)  # pyright: ignore[reportCallIssue]
+
+    def unembed(
+        self, hidden: Float[Array, "positions vocabulary"]
+    ) -> Float[Array, "positions vocabulary"]:
+        return hidden.astype(jnp.float32)
+
+
+def build(name: str) -> tuple[nnx.Module, int]:
+    """Call the function; its module, with an `unembed`, and the rows of its vocabulary.
+
+    Raises `DecoderError` if it cannot be imported or does not follow the convention.
+    """
+    model = _function(name)()
+    if not isinstance(model, nnx.Module):
+        raise DecoderError(f"{name} returned a {type(model).__name__}; expected a flax.nnx.Module")
+    if not callable(model):
+        raise DecoderError(f"{name}: the module has no __call__(tokens, segments, positions)")
+    whole = model if callable(getattr(model, "unembed", None)) else LogitsModel(model)
+    return whole, _vocabulary(name, whole)
+
+
+def fingerprint(name: str, model: nnx.Module) -> str:
+    """sha256 over the name, the source file of its module, and every array of the state."""
+    source = inspect.getsourcefile(importlib.import_module(name.partition(":")[0]))
+    if source is None:
+        raise DecoderError(f"{name} comes from no source file, so that it cannot be identified")
+    arrays = [
+        [".".join(map(str, path)), *_identity(variable)]
+        for path, variable in nnx.to_flat_state(nnx.state(model))
+    ]
+    code = hashlib.sha256(Path(source).read_bytes()).hexdigest()
+    return canonical_digest({"function": name, "code": code, "state": sorted(arrays)})
+
+
+def _identity(variable: Any) -> list[Any]:
+    value = variable[...] if isinstance(variable, nnx.Variable) else variable
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    return [list(array.shape), str(array.dtype), digest]
+
+
+def _function(name: str) -> Any:
+    module_name, _, attributes = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise DecoderError(
+            f"{name}: importing {module_name} failed ({error}). It must be installed, or its "
+            "folder must be on PYTHONPATH"
+        ) from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise DecoderError(f"{name}: {module_name} has no attribute {attributes!r}")
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise DecoderError(f"{name} is a {type(found).__name__}; expected a function")
+    return found
+
+
+def _vocabulary(name: str, model: nnx.Module) -> int:
+    row = jax.ShapeDtypeStruct((_PROBE,), jnp.int32)
+    graphdef, state = nnx.split(model)
+
+    def score(state: Any, *inputs: Array) -> tuple[Array, Array]:
+        merged: Any = nnx.merge(graphdef, state)
+        hidden = merged(*inputs)
+        return hidden, merged.unembed(hidden)
+
+    try:
+        hidden, logits = jax.eval_shape(score, state, row, row, row)
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        raise DecoderError(
+            f"{name}: its module failed on one row (tokens, segments, positions, each "
+            f"int32[{_PROBE}], no batch axis): {type(error).__name__}: {error}"
+        ) from error
+    for what, value in (("hidden states", hidden), ("logits", logits)):
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if dtype is None or shape is None or len(shape) != 2 or shape[0] != _PROBE:
+            raise DecoderError(
+                f"{name}: its {what} for a row of {_PROBE} have the shape {shape}; expected "
+                f"[{_PROBE}, …], without a batch axis"
+            )
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise DecoderError(f"{name}: its {what} are {dtype}; expected a floating dtype")
+    return logits.shape[1]

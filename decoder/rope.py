@@ -1,0 +1,74 @@
+"""Rotary position embeddings: frequencies, and their application.
+
+Position and frequency stay float32 whatever the model's dtype (bfloat16 cannot
+tell position 8190 from 8191). The halves of a head are rotated against each
+other, as in Hugging Face checkpoints, not neighbouring pairs.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
+
+from decoder.config import DecoderConfig, RopeScaling
+
+
+def frequencies(config: DecoderConfig) -> Float32[np.ndarray, "half"]:
+    """Radians per position for each pair of a head, highest first.
+
+    `theta ** (-2 i / head_dim)`, computed in float32 in the order in which
+    transformers does, since at position 1,500 the last bit of a frequency
+    is worth 1e-4 radians.
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    base = np.float32(1.0) / np.power(np.float32(config.rope_theta), exponents)
+    if config.rope_scaling is None:
+        return base
+    return _scale(base, config.rope_scaling)
+
+
+def _scale(base: Float32[np.ndarray, "half"], scaling: RopeScaling) -> Float32[np.ndarray, "half"]:
+    if scaling.kind == "linear":
+        return base / np.float32(scaling.factor)
+    if scaling.kind == "divisors":
+        return base / np.asarray(scaling.divisors, np.float32)
+    return _llama3(base, scaling)
+
+
+def _llama3(base: Float32[np.ndarray, "half"], scaling: RopeScaling) -> Float32[np.ndarray, "half"]:
+    """Llama 3.1's rule: long wavelengths divided by the factor, short ones kept.
+
+    Between the two, `(1 - s) f / factor + s f` with s rising linearly in
+    `original_positions / wavelength` from the low to the high factor.
+    """
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    wavelengths = np.float32(2 * math.pi) / base
+    turns = np.float32(scaling.original_positions) / wavelengths
+    smooth = np.clip((turns - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
+    divided = base / np.float32(scaling.factor)
+    blended = (1 - smooth) * divided + smooth * base
+    kept = np.where(turns > np.float32(high), base, blended)
+    return np.where(turns < np.float32(low), divided, kept).astype(np.float32)
+
+
+def angles(
+    positions: Int[Array, "length"], config: DecoderConfig
+) -> tuple[Float32[Array, "length half"], Float32[Array, "length half"]]:
+    """Cosine and sine of position times frequency."""
+    radians = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies(config))[None, :]
+    return jnp.cos(radians), jnp.sin(radians)
+
+
+def rotate(
+    heads: Float[Array, "length heads head_dim"],
+    cosine: Float32[Array, "length half"],
+    sine: Float32[Array, "length half"],
+) -> Float[Array, "length heads head_dim"]:
+    """Each head's first half against its second by the position's angles."""
+    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+    cosine, sine = cosine[:, None, :], sine[:, None, :]
+    rotated = jnp.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )
+    return rotated.astype(heads.dtype)

@@ -1,0 +1,137 @@
+"""Checkpoints in Hugging Face's layout: config.json and *.safetensors, whole or sharded."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float32, UInt8
+from safetensors import SafetensorError, safe_open
+
+from decoder.checkpoint import Checkpoint, StoredTensor, read_json
+from decoder.config_json import from_hugging_face, numeric_part
+from decoder.errors import DecoderError
+
+INDEX = "model.safetensors.index.json"
+
+_DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def read_folder(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder; reads the configuration and the files' headers only.
+
+    Raises `DecoderError` for anything missing, damaged or not understood.
+    """
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        found = sorted(path.name for path in folder.iterdir())[:10]
+        raise DecoderError(
+            f"{folder} has no config.json (it holds {found}). Give a folder with config.json and "
+            "*.safetensors, or the path of one .gguf file"
+        )
+    raw_config = read_json(config_path)
+    config = from_hugging_face(raw_config)
+    tensors: dict[str, StoredTensor] = {}
+    for path, names in _files(folder):
+        found = _read_header(path)
+        _check_index(path, names, found)
+        for name, tensor in found.items():
+            if name in tensors:
+                raise DecoderError(
+                    f"the tensor {name} is in {tensors[name].file.name} and in {path.name}; "
+                    "remove the files that do not belong to this checkpoint"
+                )
+            tensors[name] = tensor
+    return Checkpoint("safetensors", folder, config, numeric_part(raw_config), tensors)
+
+
+def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
+    """Each weight file with the names that the index says it holds (None without an index)."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [(_single_file(folder), None)]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DecoderError(f"{index} has no weight_map; download it again")
+    shards: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise DecoderError(f"{index} puts {name} into {file!r}; expected a file name")
+        shards.setdefault(file, set()).add(name)
+    missing = sorted(file for file in shards if not (folder / file).is_file())
+    if missing:
+        raise DecoderError(
+            f"{folder} lacks {', '.join(missing)}, named by {INDEX} ({len(missing)} of "
+            f"{len(shards)} shard files). Download the missing files"
+        )
+    return [(folder / file, names) for file, names in sorted(shards.items())]
+
+
+def _single_file(folder: Path) -> Path:
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    if not files:
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f"; {others} would have to be converted to safetensors" if others else ""
+        raise DecoderError(f"{folder} has no *.safetensors file{hint}")
+    raise DecoderError(
+        f"{folder} has several weight files ({', '.join(path.name for path in files)}) but no "
+        f"{INDEX} that says what belongs to the model"
+    )
+
+
+def _check_index(path: Path, names: set[str] | None, found: dict[str, StoredTensor]) -> None:
+    if names is None or names == set(found):
+        return
+    missing, extra = sorted(names - set(found)), sorted(set(found) - names)
+    raise DecoderError(
+        f"{path} does not hold what {INDEX} says: missing {missing[:5]}, not listed {extra[:5]}. "
+        "Download both again"
+    )
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Name, dtype, shape and place of every tensor of one file, checked by safetensors."""
+    try:
+        with safe_open(path, framework="np") as file:
+            names = list(file.keys())
+    except SafetensorError as error:
+        raise DecoderError(
+            f"{path} is truncated or damaged ({error}). Copy or download it again"
+        ) from error
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: _stored(path, name, header[name], 8 + length) for name in names}
+
+
+def _stored(path: Path, name: str, entry: dict, start: int) -> StoredTensor:
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    if dtype not in _DTYPES:
+        raise DecoderError(
+            f"{path}: the tensor {name} is stored as {dtype}; supported: {', '.join(_DTYPES)}. "
+            "Quantised checkpoints have to be converted first"
+        )
+    if not shape or math.prod(shape) == 0:
+        raise DecoderError(f"{path}: the tensor {name} has the shape {list(shape)}: no numbers")
+    first, last = entry["data_offsets"]
+    return StoredTensor(
+        name, name, shape, dtype, path, start + first, last - first, _decoder(_DTYPES[dtype])
+    )
+
+
+def _decoder(
+    dtype: np.dtype,
+) -> Callable[[UInt8[np.ndarray, "..."]], Float32[np.ndarray, "..."]]:
+    def decode(raw: UInt8[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
+        return raw.view(dtype).astype(np.float32)
+
+    return decode

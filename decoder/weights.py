@@ -1,0 +1,131 @@
+"""Filling a decoder with the tensors of a checkpoint, strictly.
+
+Every parameter is filled, every tensor of the files is used, and every number is
+finite; otherwise a `DecoderError` names the tensor.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from decoder.checkpoint import Checkpoint, StoredTensor
+from decoder.errors import DecoderError
+from decoder.model import Decoder
+
+DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+# Tensors that repeat what the configuration says (rotary frequencies).
+_REPEATED = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight")
+
+_PARTS = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "head": "lm_head",
+}
+
+
+def parameter_name(path: Sequence[Any]) -> str:
+    """Hugging Face's name of the parameter at a path of the model's state."""
+    if path[0] == "embedding":
+        return EMBEDDING
+    parts = [_PARTS.get(str(part), str(part)) for part in path]
+    return ".".join(parts if path[0] == "head" else ["model", *parts])
+
+
+def load_decoder(checkpoint: Checkpoint, dtype: str) -> tuple[Decoder, dict[str, str]]:
+    """The filled model, and the sha256 of each tensor's bytes as they were read.
+
+    Tensors are read one at a time: the host holds the model and one tensor.
+    """
+    abstract = nnx.eval_shape(
+        lambda: Decoder(checkpoint.config, rngs=nnx.Rngs(0), dtype=DTYPES[dtype])
+    )
+    graphdef, state = nnx.split(abstract)
+    variables = {parameter_name(path): variable for path, variable in nnx.to_flat_state(state)}
+    _check(checkpoint, {name: variable.shape for name, variable in variables.items()})
+    digests: dict[str, str] = {}
+    for name, tensor in checkpoint.tensors.items():
+        raw = tensor.read()
+        digests[name] = hashlib.sha256(raw.data).hexdigest()
+        if name in variables:
+            variables[name].set_value(jax.device_put(tensor.values(raw, DTYPES[dtype])))
+    if checkpoint.config.tied and HEAD in checkpoint.tensors:
+        _check_redundant_head(checkpoint, digests)
+    return nnx.merge(graphdef, state), digests
+
+
+def _check(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    stored = checkpoint.tensors
+    missing = sorted(set(shapes) - set(stored))
+    if missing:
+        hint = (
+            ". The configuration says that head and embedding are not shared "
+            "(tie_word_embeddings false)"
+            if missing == [HEAD]
+            else ""
+        )
+        raise DecoderError(
+            f"{checkpoint.place} lacks {_list(missing)}, which this configuration needs{hint}"
+        )
+    extra = sorted(name for name in stored if name not in shapes and not _known(checkpoint, name))
+    if extra:
+        raise DecoderError(
+            f"{checkpoint.place} holds {_list(extra)}, for which the model of this configuration "
+            "has no parameter. A checkpoint with other parts gives other numbers; check "
+            "config.json (attention_bias, mlp_bias, num_hidden_layers, tie_word_embeddings)"
+        )
+    for name, shape in shapes.items():
+        if stored[name].shape != tuple(shape):
+            raise DecoderError(
+                f"{stored[name].file}: the tensor {stored[name].name} has the shape "
+                f"{list(stored[name].shape)}; this configuration needs {list(shape)}"
+            )
+
+
+def _known(checkpoint: Checkpoint, name: str) -> bool:
+    return bool(_REPEATED.fullmatch(name)) or (name == HEAD and checkpoint.config.tied)
+
+
+def _check_redundant_head(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:
+    """A stored head beside a shared one must be the embedding again."""
+    head, embedding = checkpoint.tensors[HEAD], checkpoint.tensors[EMBEDDING]
+    if head.shape == embedding.shape and (
+        digests[HEAD] == digests[EMBEDDING]
+        if head.dtype == embedding.dtype
+        else _equal(head, embedding)
+    ):
+        return
+    raise DecoderError(
+        f"{checkpoint.place}: config.json says that head and embedding are shared "
+        f"(tie_word_embeddings), but {HEAD} {list(head.shape)} differs from {EMBEDDING} "
+        f"{list(embedding.shape)}. Set tie_word_embeddings to false if the head is meant"
+    )
+
+
+def _equal(first: StoredTensor, second: StoredTensor) -> bool:
+    wide = DTYPES["float32"]
+    return np.array_equal(first.values(first.read(), wide), second.values(second.read(), wide))
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"the tensor {shown}" if len(names) == 1 else f"{len(names)} tensors ({shown}, …)"

@@ -1,0 +1,207 @@
+"""Every option of a capture: the one definition behind the command line, files and Python."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+import tyro
+
+from pipelines.errors import CaptureError
+
+# With a sampled tail the weights hold at one temperature only. With exact entries these
+# are what the sources train at; each costs two bytes a position.
+_TEMPERATURES = {"sampled": (1.0,), "none": (1.0, 2.0, 4.0)}
+
+
+@dataclass(frozen=True)
+class PrecomputeOptions:
+    """Runs a teacher over a corpus and writes what students need into a cache.
+
+    Run the same command again after any interruption: it goes on where it stopped, and a
+    finished cache is left as it is. A command that asks for anything else than what the
+    cache holds is refused.
+
+    Example: stillroom precompute --dataset corpus.jsonl --teacher models/teacher --out cache
+
+    --config FILE.toml reads options from a file; those on the command line win. The options
+    of every run are written to CACHE/runs/RUN/config.toml.
+    """
+
+    dataset: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")]
+    """Hub name, folder of `save_to_disk`, or files: .jsonl, .parquet, .txt, a folder or glob."""
+    teacher: Annotated[str, tyro.conf.arg(metavar="NAME|PATH|MODULE:FUNCTION")]
+    """Hub name or folder with config.json and *.safetensors, a .gguf file, or a function that
+    returns an NNX module."""
+    out: Annotated[str, tyro.conf.arg(metavar="CACHE")]
+    """Where the cache goes: a local path, gs://… or s3://…."""
+
+    # The corpus.
+    name: str | None = None
+    """Configuration of a hub dataset."""
+    split: str = "train"
+    """Split of the dataset."""
+    revision: str | None = None
+    """Revision of a hub dataset; resolved to a commit."""
+    column: str = "text"
+    """Column that holds the text."""
+    text_unit: Literal["file", "line"] = "file"
+    """What is one document in a .txt file."""
+    limit: int | None = None
+    """Take only the first so many documents."""
+
+    # The teacher.
+    teacher_revision: str | None = None
+    """Revision of a hub teacher; resolved to a commit."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the teacher."""
+    vocabulary: int | None = None
+    """Keep only ids below this; the others get no probability. The tokenizer's size if unset."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the teacher's weights and activations; log-probs are always computed in float32."""
+
+    # Rows.
+    layout: Literal["pack", "pad"] = "pack"
+    """pack: several documents in a row, each attending to itself only. pad: one per row."""
+    length: int = 512
+    """Tokens in a row."""
+    overlap: int = 1
+    """Tokens that a document longer than a row repeats in its next row; 1 loses no label."""
+    bos: Literal["auto", "on", "off"] = "auto"
+    """Begin-of-sequence token before each document; auto: as the tokenizer itself does."""
+    eos: Literal["auto", "on", "off"] = "off"
+    """End-of-sequence token after each document."""
+
+    # Targets.
+    k: int = 32
+    """Entries per position. 32, 8 of them exact, trains as well as the full distribution
+    (design: measured on a real teacher) at about 75 bytes per token."""
+    exact: int = 8
+    """With a sampled tail: at least so many entries are the exact most likely tokens."""
+    tail: Literal["sampled", "none"] = "sampled"
+    """sampled: the rest of the k entries are an unbiased sample. none: all are exact (top-k)."""
+    temperatures: tuple[float, ...] | None = None
+    """Temperatures at which students can train; 1 with a sampled tail, else 1, 2 and 4."""
+    seed: int = 0
+    """Of the sampled tail."""
+    logprobs: Literal["rounded", "float16", "float32"] = "rounded"
+    """How log-probs are stored; rounded: float16 with fewer mantissa bits."""
+    mantissa_bits: int = 6
+    """Kept by `rounded`: 0.3 % total variation on average."""
+
+    # Work.
+    micro_batch: int = 4
+    """Rows scored at once on each device. Part of the cache's identity: it decides last bits."""
+    chunk: int = 64
+    """Positions whose logits exist at once, per row."""
+    rows_per_shard: int = 256
+    """The unit of work, of retry and of checking: one file per array."""
+    documents_per_part: int = 512
+    """Documents that are tokenised and packed together."""
+    workers: int = 1
+    """Processes on this machine. Each loads the teacher."""
+    shard_teacher: bool = False
+    """Spread one copy of the teacher over this machine's devices, instead of one copy each."""
+    keep_parts: bool = False
+    """Keep the tokenised rows after the capture."""
+
+    def __post_init__(self) -> None:
+        def demand(holds: bool, name: str, expected: str) -> None:
+            if not holds:
+                option = name.replace("_", "-")
+                raise CaptureError(
+                    f"--{option} should be {expected}, found {getattr(self, name)!r}."
+                )
+
+        for option in ("dataset", "teacher", "out"):
+            demand(bool(getattr(self, option).strip()), option, "given")
+        for option in ("k", "exact", "micro_batch", "chunk", "rows_per_shard"):
+            demand(getattr(self, option) >= 1, option, "at least 1")
+        for option in ("documents_per_part", "workers", "overlap"):
+            demand(getattr(self, option) >= 1, option, "at least 1")
+        for option in ("limit", "vocabulary"):
+            value = getattr(self, option)
+            demand(value is None or value >= 1, option, "at least 1")
+        demand(self.length >= 2, "length", "at least 2")
+        demand(self.overlap < self.length, "overlap", f"less than --length {self.length}")
+        demand(0 <= self.seed < 2**32, "seed", "between 0 and 2^32 - 1")
+        demand(1 <= self.mantissa_bits <= 10, "mantissa_bits", "between 1 and 10")
+        if self.tail == "sampled":
+            demand(self.exact <= self.k, "exact", f"at most --k {self.k}")
+        if self.temperatures is not None:
+            good = all(math.isfinite(value) and value > 0 for value in self.temperatures)
+            demand(good and len(self.temperatures) > 0, "temperatures", "above 0")
+            one = self.tail == "none" or len(set(self.temperatures)) == 1
+            demand(one, "temperatures", "one temperature when the tail is sampled")
+
+    @property
+    def captured_temperatures(self) -> tuple[float, ...]:
+        """The temperatures of the capture, ascending."""
+        chosen = self.temperatures or _TEMPERATURES[self.tail]
+        return tuple(sorted({float(value) for value in chosen}))
+
+    def to_toml(self) -> str:
+        """The options as a file that `read_options` reads; unset ones are left out."""
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        return tomli_w.dumps(values)
+
+
+def read_options(path: str | Path) -> dict[str, Any]:
+    """Options from a TOML file, as keyword arguments of `PrecomputeOptions`.
+
+    Raises:
+      CaptureError: no such file, not TOML, or an option that does not exist.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise CaptureError(f"cannot read the config file {path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CaptureError(f"the config file {path} is not TOML: {error}.") from error
+    known = {field.name for field in fields(PrecomputeOptions)}
+    values = {key.replace("-", "_"): value for key, value in values.items()}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise CaptureError(
+            f"the config file {path} has unknown options: {', '.join(unknown)}. "
+            f"There are: {', '.join(sorted(known))}."
+        )
+    if isinstance(values.get("temperatures"), list):
+        values["temperatures"] = tuple(values["temperatures"])
+    return values
+
+
+def config_words(words: list[str]) -> list[str]:
+    """Replaces `--config FILE` in a command line by the options of that file, put first.
+
+    What stands on the command line itself comes later and wins.
+    """
+    rest, path = list(words), None
+    for index, word in enumerate(words):
+        if word == "--config":
+            if index + 1 == len(words):
+                raise CaptureError("--config needs a file: a TOML file of options.")
+            path, rest = words[index + 1], words[:index] + words[index + 2 :]
+        elif word.startswith("--config="):
+            path, rest = word.removeprefix("--config="), words[:index] + words[index + 1 :]
+    if path is None:
+        return rest
+    given = {
+        word.split("=")[0].removeprefix("--no-").lstrip("-").replace("_", "-") for word in rest
+    }
+    front = []
+    for name, value in read_options(path).items():
+        option = name.replace("_", "-")
+        if option in given:
+            continue
+        if isinstance(value, bool):
+            front.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, tuple):
+            front += [f"--{option}", *map(str, value)]
+        else:
+            front += [f"--{option}", str(value)]
+    return [*front, *rest]

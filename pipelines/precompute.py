@@ -1,0 +1,272 @@
+"""Precompute: corpus and teacher in, a finished cache out; resumes, and refuses what differs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from apache_beam.utils.shared import Shared
+
+import cache
+from cache.errors import CacheError
+from cache.format import MANIFEST, PARTS, RUNS, receipt_key
+from cache.manifest import Extent, ReceiptEntry
+from cache.receipt import Receipt
+from cache.runlog import FAILED, RunLog, read_events
+from cache.shards import (
+    array_chunk_key,
+    check_run,
+    create_arrays,
+    finished_shards,
+    read_receipts,
+)
+from cache.statistics import combine
+from pipelines.begin import begin
+from pipelines.corpus import combine_digests, part_ranges
+from pipelines.errors import CaptureError, CorpusError
+from pipelines.options import PrecomputeOptions
+from pipelines.parts import (
+    PartReceipt,
+    read_part_receipts,
+    total_accounting,
+)
+from pipelines.plan import Plan
+from pipelines.progress import watch
+from pipelines.runner import run_pipeline
+from pipelines.transforms import LayPart, ScoreShard, _Stage, stage_pipeline
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `precompute` did.
+
+    Attributes:
+      cache: the finished cache.
+      scored: shards scored in this run; 0 if the cache was already finished.
+      notes: what its user should know, one sentence each.
+    """
+
+    cache: cache.Cache
+    scored: int
+    notes: tuple[str, ...]
+
+
+def precompute(options: PrecomputeOptions) -> Outcome:
+    """Runs a teacher over a corpus into a cache, or goes on with an unfinished one.
+
+    Raises:
+      PipelineError, CacheError, DecoderError: what is wrong and what to do; nothing that
+        was captured is lost.
+    """
+    started = begin(options)
+    if isinstance(started, cache.Cache):
+        return Outcome(started, 0, ())
+    plan = started
+    store, run = plan.store, plan.run
+    store.write(f"{RUNS}/{run}/config.toml", options.to_toml().encode())
+    log = RunLog(store, run)
+    log.write("begin", software=plan.manifest.software)
+    laid = _lay_parts(plan)
+    plan = replace(
+        plan,
+        laid=tuple((receipt.rows, receipt.sha256) for receipt in laid),
+        manifest=plan.manifest.with_corpus(
+            digest=combine_digests([receipt.digest for receipt in laid]),
+            parts=[receipt.digest for receipt in laid],
+        ),
+    )
+    notes = _check_rows(plan, laid)
+    scored = _score_shards(plan)
+    finished = _finish(plan, laid)
+    log.write("finish", scored=scored)
+    if not options.keep_parts:
+        store.delete_folder(PARTS)
+    return Outcome(finished, scored, notes)
+
+
+def _lay_parts(plan: Plan) -> list[PartReceipt]:
+    documents = plan.manifest.corpus["documents"]
+    total = len(part_ranges(documents, plan.parts.documents_per_part))
+    receipts = read_part_receipts(plan.store, total)
+    pending = [part for part in range(total) if part not in receipts]
+    _run_stage(
+        plan,
+        LayPart,
+        pending,
+        title="Tokenising",
+        count=lambda: sum(name.endswith(".json") for name in plan.store.list(PARTS)),
+        total=total,
+    )
+    receipts = read_part_receipts(plan.store, total)
+    _refuse_failed(plan, "part", [part for part in range(total) if part not in receipts])
+    laid = [receipts[part] for part in range(total)]
+    before = plan.manifest.corpus.get("parts")
+    if before is not None and before != [receipt.digest for receipt in laid]:
+        changed = [r for r, old in zip(laid, before, strict=True) if r.digest != old]
+        first, end = changed[0].documents
+        raise CorpusError(
+            f"documents {first}-{end - 1} are not those that the cache was made from. Restore "
+            "the corpus, or capture into a new folder."
+        )
+    return laid
+
+
+def _check_rows(plan: Plan, laid: Sequence[PartReceipt]) -> tuple[str, ...]:
+    accounting = total_accounting(laid)
+    if not accounting["labels"]:
+        raise CorpusError(
+            f"the corpus has nothing to predict: {accounting['documents']:,} documents, of which "
+            f"{accounting['empty_documents']:,} are empty and "
+            f"{accounting['one_token_documents']:,} have one token. Check --dataset and --column."
+        )
+    notes = []
+    if accounting["dropped_bytes"]:
+        notes.append(
+            f"The tokenizer has no token for {accounting['dropped_bytes']:,} bytes of "
+            f"{accounting['documents_with_dropped_bytes']:,} documents and leaves them out."
+        )
+    if accounting["rows_without_labels"]:
+        notes.append(f"{accounting['rows_without_labels']:,} rows have nothing to predict.")
+    return tuple(notes)
+
+
+def _score_shards(plan: Plan) -> int:
+    """Scores every shard without a sound receipt; returns how many there were."""
+    encoding = plan.manifest.encoding
+    total = encoding.shards(plan.rows)
+    create_arrays(plan.store, encoding, plan.rows)
+    done = _sound_shards(plan, total)
+    pending = [shard for shard in range(total) if shard not in done]
+    devices = "each on all devices" if plan.options.workers > 1 else "on all devices"
+    if pending:
+        _say(
+            f"Scoring {len(pending)} of {total} shards of {encoding.rows_per_shard} rows; "
+            f"{plan.options.workers} process(es) load the teacher, {devices}."
+        )
+    _run_stage(
+        plan,
+        ScoreShard,
+        pending,
+        title="Scoring",
+        count=lambda: len(finished_shards(plan.store)),
+        total=total,
+        tokens=plan.rows * encoding.length / max(total, 1),
+    )
+    have = finished_shards(plan.store)
+    _refuse_failed(plan, "shard", [shard for shard in range(total) if shard not in have])
+    return len(pending)
+
+
+def _sound_shards(plan: Plan, total: int) -> set[int]:
+    """Shards whose receipt is of this capture and whose files have the right sizes.
+
+    The receipts of others are removed, so that they are scored again.
+    """
+    identity = plan.manifest.identity
+    specs = plan.manifest.encoding.arrays()
+    sound, sizes = {}, {}
+    stale = finished_shards(plan.store) - set(range(total))
+    have = sorted(finished_shards(plan.store) & set(range(total)))
+    for shard, data in read_receipts(plan.store, have).items():
+        receipt = _parse(data, receipt_key(shard))
+        if receipt is None or (receipt.shard, receipt.identity) != (shard, identity):
+            stale.add(shard)
+            continue
+        sound[shard] = receipt
+        for name, stored in receipt.arrays.items():
+            sizes[array_chunk_key(name, len(specs[name].inner) + 1, shard)] = (shard, stored.bytes)
+    broken = plan.store.sizes_differ({key: size for key, (_, size) in sizes.items()})
+    for key, reason in broken.items():
+        shard = sizes[key][0]
+        _say(f"Shard {shard} is scored again: {key} {reason}.")
+        stale.add(shard)
+        sound.pop(shard, None)
+    for shard in sorted(stale):
+        plan.store.delete(receipt_key(shard))
+    return set(sound)
+
+
+def _parse(data: bytes | None, key: str) -> Receipt | None:
+    try:
+        return Receipt.from_bytes(data or b"", key)
+    except CacheError as error:
+        _say(f"A receipt is made anew: {error}.")
+        return None
+
+
+def _run_stage(
+    plan: Plan,
+    stage: type[_Stage],
+    pending: list[int],
+    *,
+    title: str,
+    count: Callable[[], int],
+    total: int,
+    tokens: float = 0.0,
+) -> None:
+    if not pending:
+        return
+    with watch(title, count, total - len(pending), total, tokens):
+        run_pipeline(
+            lambda root: stage_pipeline(root, stage(plan, Shared()), pending),
+            min(plan.options.workers, len(pending)),
+        )
+
+
+def _refuse_failed(plan: Plan, name: str, failed: list[int]) -> None:
+    if not failed:
+        return
+    reasons = {
+        event[name]: event["reason"]
+        for event in read_events(plan.store, plan.run)
+        if event["event"] == FAILED and name in event
+    }
+    lines = [
+        f"  {name} {number}: {reasons.get(number, 'no reason is known')}" for number in failed[:10]
+    ]
+    more = f"\n  and {len(failed) - 10} more" if len(failed) > 10 else ""
+    raise CaptureError(
+        f"{len(failed)} {name}(s) could not be done; the others are finished:\n"
+        + "\n".join(lines)
+        + more
+        + "\nRun the same command again when the cause is mended: it redoes only these. "
+        f"Tracebacks are in {plan.store.location}/{RUNS}/{plan.run}/."
+    )
+
+
+def _finish(plan: Plan, laid: Sequence[PartReceipt]) -> cache.Cache:
+    """Replaces the open manifest by the complete one."""
+    store, encoding = plan.store, plan.manifest.encoding
+    total = encoding.shards(plan.rows)
+    entries, statistics = [], []
+    sizes = dict.fromkeys(encoding.arrays(), 0)
+    for shard, data in read_receipts(store, range(total)).items():
+        receipt = Receipt.from_bytes(data or b"", receipt_key(shard))
+        entries.append(ReceiptEntry(receipt.digest, receipt.documents))
+        statistics.append(receipt.statistics)
+        for name, stored in receipt.arrays.items():
+            sizes[name] += stored.bytes
+    complete = replace(
+        plan.manifest,
+        state="complete",
+        run="",
+        extents=(Extent(0, total, plan.rows),),
+        receipts=tuple(entries),
+        accounting=total_accounting(laid),
+        statistics=combine(statistics, len(encoding.temperatures)),
+        bytes=sizes,
+    )
+    check_run(store, plan.run)
+    _, generation = store.read_versioned(MANIFEST)
+    if not store.replace(MANIFEST, complete.to_bytes(), generation):
+        raise CaptureError(
+            f"the manifest of {store.location} was changed by another run at the very end. Run "
+            "the same command again."
+        )
+    return cache.open(store.location)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,58 @@
+"""The teacher in a worker process: loaded once, checked, compiled for one shape."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+import decoder
+from pipelines.errors import TeacherError
+from pipelines.plan import Plan
+from pipelines.scoring import make_scorer, replicate, teacher_functions
+
+_loads = 0
+_lock = threading.Lock()
+
+
+def loads() -> int:
+    """How often this process has loaded a teacher."""
+    return _loads
+
+
+class Teacher:
+    """A loaded teacher that scores micro-batches of one shape.
+
+    Attributes:
+      batch: rows in a micro-batch, over all local devices.
+    """
+
+    def __init__(self, plan: Plan):
+        global _loads
+        with _lock:
+            _loads += 1
+        options, manifest = plan.options, plan.manifest
+        loaded = decoder.load_model(options.teacher, options.teacher_revision, options.precision)
+        if loaded.fingerprint != manifest.teacher["fingerprint"]:
+            raise TeacherError(
+                f"the teacher that this worker loaded from {options.teacher} is not the one the "
+                f"cache was begun with (fingerprint {loaded.fingerprint[:12]}…, expected "
+                f"{manifest.teacher['fingerprint'][:12]}…). Every worker needs the same files."
+            )
+        devices = jax.local_devices()
+        legal = None
+        if plan.holes:
+            legal = np.ones(manifest.encoding.vocabulary, bool)
+            legal[list(plan.holes)] = False
+        self.batch = options.micro_batch * len(devices)
+        functions, parameters = teacher_functions(loaded.model)
+        self._parameters = replicate(parameters, devices)
+        self._score = make_scorer(
+            functions, plan.targets, options.length, options.micro_batch, devices, legal
+        )
+
+    def score(self, tokens: np.ndarray, segments: np.ndarray, rows: np.ndarray) -> Any:
+        """Dispatches one micro-batch [batch, length]; does not wait for the result."""
+        return self._score(self._parameters, tokens, segments, rows)
