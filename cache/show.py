@@ -132,7 +132,7 @@ def _statistics(view: dict[str, Any]) -> list[tuple[str, str]]:
             )
         )
     rows.append(("entropy", f"{view['entropy']:.3f} nats on average"))
-    rows.append(("teacher", f"perplexity {view['teacher_perplexity']:.2f} on the labels"))
+    rows.append(("teacher's perplexity", f"{view['teacher_perplexity']:.2f} on the labels"))
     return rows
 
 

@@ -4,12 +4,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from decoder.precision import matmul_precision
 
 
-def segment_mask(segments: Int[Array, "length"]) -> Bool[Array, "length length"]:
+def segment_mask(segments: Integer[Array, "length"]) -> Bool[Array, "length length"]:
     """True where position t (first axis) sees position s: s <= t in the same segment.
 
     Padding (segment 0) sees earlier padding, so that no row of the mask is empty.

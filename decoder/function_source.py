@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from decoder.checkpoint import canonical_digest
 from decoder.errors import DecoderError
@@ -27,9 +27,9 @@ class LogitsModel(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "length"],
-        segments: Int[Array, "length"],
-        positions: Int[Array, "length"],
+        tokens: Integer[Array, "length"],
+        segments: Integer[Array, "length"],
+        positions: Integer[Array, "length"],
     ) -> Float[Array, "length vocabulary"]:
         return self.model(tokens, segments, positions)  # pyright: ignore[reportCallIssue]
 

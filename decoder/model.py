@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Integer
 
 from decoder import rope
 from decoder.attention import attend, segment_mask
@@ -125,7 +125,7 @@ class Embedding(nnx.Module):
             jax.random.normal(rngs.params(), (vocabulary, width), dtype) * scale
         )
 
-    def __call__(self, tokens: Int[Array, "length"]) -> Float[Array, "length width"]:
+    def __call__(self, tokens: Integer[Array, "length"]) -> Float[Array, "length width"]:
         """Rows of the table; an id outside it gives NaN, never another token's row."""
         return (
             self.weight[...]
@@ -155,9 +155,9 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "length"],
-        segments: Int[Array, "length"],
-        positions: Int[Array, "length"],
+        tokens: Integer[Array, "length"],
+        segments: Integer[Array, "length"],
+        positions: Integer[Array, "length"],
     ) -> Float[Array, "length width"]:
         """Hidden states of one row after the last norm, in the parameters' dtype.
 

@@ -9,7 +9,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Integer
 
 from decoder.config import DecoderConfig, RopeScaling
 
@@ -53,7 +53,7 @@ def _llama3(base: Float32[np.ndarray, "half"], scaling: RopeScaling) -> Float32[
 
 
 def angles(
-    positions: Int[Array, "length"], config: DecoderConfig
+    positions: Integer[Array, "length"], config: DecoderConfig
 ) -> tuple[Float32[Array, "length half"], Float32[Array, "length half"]]:
     """Cosine and sine of position times frequency."""
     radians = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies(config))[None, :]

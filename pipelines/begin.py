@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 import subprocess
 import sys
 import uuid
@@ -103,7 +101,6 @@ def begin(options: PrecomputeOptions) -> Plan | cache.Cache:
         corpus=corpus_settings(_absolute(options)),
         parts=parts,
         holes=tuple(hole for hole in tokenizer.holes if hole < vocabulary),
-        owner=(platform.node(), os.getpid()),
     )
 
 

@@ -58,6 +58,8 @@ def load_saved(
             if split not in splits:
                 raise CorpusError(_wrong_split(dataset, split, splits))
             path = f"{path}/{split}"
+        if not json.loads(filesystem.cat_file(f"{path}/state.json"))["_data_files"]:
+            raise CorpusError(f"{dataset!r} is empty: it holds no document at all.")
         with quiet():
             loaded = datasets.load_from_disk(filesystem.unstrip_protocol(path))
     except (OSError, KeyError, json.JSONDecodeError, pa.ArrowException) as error:

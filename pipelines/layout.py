@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import UInt8, UInt16, UInt32
 
-PADDING_DOCUMENT = 0xFFFFFFFF
-"""What `Rows.documents` holds at padding; no document has this number."""
+from cache.format import NO_DOCUMENT
+from pipelines.errors import PipelineError
 
 MAX_SEGMENTS = 0xFFFF
 """Documents that one row can number in uint16, 0 being padding."""
@@ -47,18 +47,20 @@ class LayoutSettings:
 
     def __post_init__(self) -> None:
         if self.kind in _PLANNED_LAYOUTS:
-            raise ValueError(
+            raise PipelineError(
                 f"The layout {self.kind!r} is not yet available: use one of {', '.join(_LAYOUTS)}."
             )
         if self.kind not in _LAYOUTS:
-            raise ValueError(f"There is no layout {self.kind!r}: use one of {', '.join(_LAYOUTS)}.")
+            raise PipelineError(
+                f"There is no layout {self.kind!r}: use one of {', '.join(_LAYOUTS)}."
+            )
         if self.length < 2:
-            raise ValueError(
+            raise PipelineError(
                 f"A row must hold at least 2 tokens, one to predict from and one to predict, "
                 f"but the length is {self.length}."
             )
         if not 1 <= self.overlap < self.length:
-            raise ValueError(
+            raise PipelineError(
                 f"The overlap must be at least 1 and less than the length {self.length}, "
                 f"but it is {self.overlap}."
             )
@@ -140,7 +142,7 @@ class Rows:
     Attributes:
       tokens: token ids; 0 at padding.
       segments: 1, 2, ... by order within the row; 0 at padding, which comes last.
-      documents: index of the document in the corpus; `PADDING_DOCUMENT` at padding.
+      documents: index of the document in the corpus; `NO_DOCUMENT` at padding.
       label_mask: 1 where position t has a label, tokens[t + 1] of the same segment.
     """
 
@@ -194,7 +196,7 @@ def lay_rows(
     shape = (row_count, settings.length)
     tokens = np.zeros(shape, np.uint32)
     segments = np.zeros(shape, np.uint16)
-    owners = np.full(shape, PADDING_DOCUMENT, np.uint32)
+    owners = np.full(shape, NO_DOCUMENT, np.uint32)
     label_mask = np.zeros(shape, np.uint8)
     repeated = 0
     for document, start, stop, row, column, segment in placed:
@@ -223,9 +225,9 @@ def lay_rows(
 
 
 def _check_documents(documents: Sequence[np.ndarray], first_document: int) -> None:
-    if not 0 <= first_document <= PADDING_DOCUMENT - len(documents):
+    if not 0 <= first_document <= NO_DOCUMENT - len(documents):
         raise ValueError(
-            f"Documents are numbered from 0 to {PADDING_DOCUMENT - 1}, but this part runs "
+            f"Documents are numbered from 0 to {NO_DOCUMENT - 1}, but this part runs "
             f"from {first_document} to {first_document + len(documents) - 1}."
         )
     for index, document in enumerate(documents, first_document):

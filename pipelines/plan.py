@@ -25,7 +25,6 @@ class Plan:
       parts: how documents become rows.
       holes: ids below the vocabulary that no token has.
       laid: rows and sha256 of every part, in order; empty until the parts are laid.
-      owner: host name and process id of the command; its workers end when it does.
     """
 
     store: Store
@@ -35,7 +34,6 @@ class Plan:
     parts: PartSettings
     holes: tuple[int, ...] = ()
     laid: tuple[tuple[int, str], ...] = ()
-    owner: tuple[str, int] = ("", 0)
 
     @property
     def run(self) -> str:

@@ -11,27 +11,26 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-# Seconds between counts, on a terminal and elsewhere (where each one is a line of a log).
-_TERMINAL, _LOG = 0.5, 10.0
+# Seconds between counts, and between lines where there is no terminal to draw on.
+_COUNT, _LOG = 0.5, 10.0
 
 
-def describe(done: int, before: int, total: int, seconds: float, tokens: float) -> str:
-    """Rate and time left, from the elements done in this run.
+def describe(done: int, total: int, since: tuple[int, float], now: float, tokens: float) -> str:
+    """Rate and time left.
 
     Args:
-      done: elements done, in earlier runs too.
-      before: elements that were done when this run began.
-      total: elements in all.
-      seconds: since this run began.
+      done, total: elements done, in earlier runs too, and in all.
+      since: elements done, and the time, from which on the rate counts: the first that was
+        done in this run, so that loading and compiling are no part of it.
+      now: the time, seconds.
       tokens: mean tokens of an element, or 0 when that is no measure of the work.
     """
-    fresh = done - before
-    if not fresh or seconds <= 0:
+    fresh, seconds = done - since[0], now - since[1]
+    if fresh <= 0 or seconds <= 0:
         return "measuring the rate"
     rate = fresh / seconds
-    left = clock((total - done) / rate)
     speed = f"{rate * tokens:,.0f} tokens/s" if tokens else f"{rate:,.1f}/s"
-    return f"{speed}, {left} left"
+    return f"{speed}, {clock((total - done) / rate)} left"
 
 
 def clock(seconds: float) -> str:
@@ -56,7 +55,6 @@ def watch(
       tokens: mean tokens of an element, for the rate.
     """
     console = Console(stderr=True)
-    start = time.monotonic()
     stop = threading.Event()
     progress = Progress(
         TextColumn("{task.description}"),
@@ -69,17 +67,24 @@ def watch(
     )
     task = progress.add_task(title, total=total, completed=before, rate="starting")
 
-    def report() -> None:
+    since = start = (before, time.monotonic())
+    shown = start[1]
+
+    def report(now: float, last: bool = False) -> None:
+        nonlocal since, shown
         done = count()
-        rate = describe(done, before, total, time.monotonic() - start, tokens)
+        if since is start and done > before:
+            since = (done, now)
+        rate = describe(done, total, start if last else since, now, tokens)
         progress.update(task, completed=done, rate=rate)
-        if not console.is_terminal:
+        if not console.is_terminal and (last or now - shown >= _LOG):
+            shown = now
             sys.stderr.write(f"{title}: {done}/{total}, {rate}\n")
             sys.stderr.flush()
 
     def loop() -> None:
-        while not stop.wait(_TERMINAL if console.is_terminal else _LOG):
-            report()
+        while not stop.wait(_COUNT):
+            report(time.monotonic())
 
     thread = threading.Thread(target=loop, name="progress", daemon=True)
     with progress:
@@ -89,4 +94,4 @@ def watch(
         finally:
             stop.set()
             thread.join()
-            report()
+            report(time.monotonic(), last=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import _thread
+import os
+import shlex
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +14,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
+from apache_beam.transforms.environments import SubprocessSDKEnvironment
 
 from pipelines.errors import CaptureError
 from pipelines.transforms import user_text
@@ -20,7 +24,8 @@ def run_pipeline(build: Callable[[Any], Any], workers: int) -> None:
     """Builds a pipeline with `build(root)` and runs it to its end.
 
     Beam's DirectRunner would first try to download another runner, so the runner it falls
-    back on is named: FnApiRunner, embedded for one worker, in subprocesses for more.
+    back on is named: FnApiRunner, in this process for one worker, in processes of our own
+    (worker.py) for more.
 
     Raises:
       CaptureError: what a worker says is wrong, or a worker process that died.
@@ -28,13 +33,17 @@ def run_pipeline(build: Callable[[Any], Any], workers: int) -> None:
     options = PipelineOptions(
         flags=[],  # else Beam reads this process's command line
         direct_num_workers=workers,
-        direct_running_mode="multi_processing" if workers > 1 else "in_memory",
         pickle_library="cloudpickle",
         save_main_session=False,
     )
+    environment = None
+    if workers > 1:
+        command = f"exec {shlex.quote(sys.executable)} -m pipelines.worker {os.getpid()}"
+        environment = SubprocessSDKEnvironment.from_command_string(command)
+    runner = FnApiRunner(default_environment=environment)
     with _worker_deaths() as deaths:
         try:
-            with beam.Pipeline(runner=FnApiRunner(), options=options) as root:
+            with beam.Pipeline(runner=runner, options=options) as root:
                 build(root)
         except KeyboardInterrupt:
             if deaths:

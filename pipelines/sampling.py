@@ -47,42 +47,50 @@ def position_bits(
     are used as they are, so that no JAX configuration flag changes the draws.
     """
     root = jax.random.wrap_key_data(jnp.array([0, seed], jnp.uint32), impl="threefry2x32")
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-        jax.random.fold_in(root, row), positions
-    )
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(root, row), positions)
     return jax.random.key_data(keys)
 
 
 def head_counts(
     sorted_logits: Float[Array, "positions k"],
-    log_beyond: Float[Array, " positions"],
+    following: Float[Array, " positions"],
+    mass_beyond: Float[Array, " positions"],
+    temperature: float,
     exact: int,
 ) -> Int32[Array, " positions"]:
     """How many of the most likely tokens stay exact when the rest is sampled.
 
-    The smallest `h >= exact` with `p_(h+1) < τ`, `τ = (sum of p beyond h) / (k - h)`,
-    written as `p_(h+1) (k - h - 1) < (sum of p beyond h + 1)`, which holds at `h = k - 1`
-    whenever there is any mass beyond the top k and never subtracts. Log space keeps the
-    comparison right at any gap between logits.
+    The smallest `h >= exact` with `p_(h+1) < τ`, `τ = (sum of p beyond h) / (k - h)`. With
+    `q` the mass behind token h + 1 relative to that token's, this is `k - h - 1 < q`: nothing
+    is subtracted, and no gap between logits is too wide. It holds at `h = k - 1` whenever
+    there is a token beyond the top k.
 
     Args:
-      sorted_logits: the k largest logits, descending, divided by the temperature; -inf
-        stands for no token.
-      log_beyond: log of the sum of exp(logit) over all other tokens, on the same scale.
+      sorted_logits: the k largest logits, descending; -inf stands for no token.
+      following: the next logit; -inf if there is none.
+      mass_beyond: sum of exp((logit - following) / temperature) over all but the top k.
+      temperature: the capture temperature.
       exact: least number of exact entries, `1 <= exact <= k`.
 
     Returns:
       the counts; where nothing lies beyond the top k, the number of tokens there are.
     """
     k = sorted_logits.shape[1]
-    every = jnp.concatenate([sorted_logits, log_beyond[:, None]], axis=1)
-    rest = jax.lax.cumlogsumexp(every, axis=1, reverse=True)  # rest[:, i]: mass of i and beyond
+    after = jnp.concatenate([sorted_logits[:, 1:], following[:, None]], axis=1)
+    ratios = jnp.where(after > -jnp.inf, jnp.exp((after - sorted_logits) / temperature), 0.0)
+
+    def behind(mass, ratio):
+        mass = ratio * mass
+        return 1.0 + mass, mass
+
+    _, q = jax.lax.scan(behind, mass_beyond, ratios.T, reverse=True, unroll=min(k, 8))
     h = jnp.arange(k, dtype=jnp.int32)
-    others = jnp.log((k - 1 - h).astype(jnp.float32))
-    enough = (sorted_logits + others[None, :] < rest[:, 1:]) & (h >= exact)[None, :]
-    legal = jnp.sum(sorted_logits > -jnp.inf, axis=1, dtype=jnp.int32)
+    enough = (k - 1 - h).astype(jnp.float32)[None, :] < q.T
+    enough = enough | ((h == k - 1)[None, :] & (following > -jnp.inf)[:, None])
+    enough = enough & (h >= exact)[None, :]
+    possible = jnp.sum(sorted_logits > -jnp.inf, axis=1, dtype=jnp.int32)
     first = jnp.argmax(enough, axis=1).astype(jnp.int32)
-    return jnp.where(jnp.any(enough, axis=1), first, legal)
+    return jnp.where(jnp.any(enough, axis=1), first, possible)
 
 
 def draw_tail(

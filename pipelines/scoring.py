@@ -162,7 +162,11 @@ def make_scorer(
                     f"{name} is {found.dtype}{list(found.shape)}; expected int32{list(shape)}: "
                     f"{len(devices)} devices of {micro_batch} rows; pad the last micro-batch"
                 )
-        split = [x.reshape(len(devices), micro_batch, *x.shape[1:]) for x in (tokens, segments, rows)]
-        return jax.tree.map(lambda x: x.reshape(rows_per_call, *x.shape[2:]), lifted(params, *split))
+        split = [
+            x.reshape(len(devices), micro_batch, *x.shape[1:]) for x in (tokens, segments, rows)
+        ]
+        return jax.tree.map(
+            lambda x: x.reshape(rows_per_call, *x.shape[2:]), lifted(params, *split)
+        )
 
     return scorer

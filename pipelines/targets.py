@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from pipelines.sampling import BLOCK, MAX_DRAWS, beyond_top, draw_tail, head_counts
 
@@ -241,10 +241,8 @@ def _sample(blocks, ranking, possible, block_mass, settings, bits):
     (temperature,) = settings.temperatures
     if settings.exact == settings.k:
         return ranking.ids, possible
-    log_beyond = (
-        jnp.log(jnp.sum(block_mass, axis=1)) + ranking.following_below_first() / temperature
-    )
-    heads = head_counts(ranking.below_first() / temperature, log_beyond, settings.exact)
+    mass = jnp.sum(block_mass, axis=1)
+    heads = head_counts(ranking.logits, ranking.following, mass, temperature, settings.exact)
     drawn = draw_tail(
         blocks,
         ranking.logits,
@@ -281,6 +279,5 @@ def _check_temperatures(found: tuple[float, ...], tail: str) -> None:
         raise ValueError(f"temperatures is {found!r}; {rule}")
     if tail == "sampled" and len(found) != 1:
         raise ValueError(
-            f"temperatures is {found!r}; a sampled tail allows exactly one, "
-            "the capture temperature"
+            f"temperatures is {found!r}; a sampled tail allows exactly one, the capture temperature"
         )

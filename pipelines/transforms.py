@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -63,7 +60,6 @@ class _Stage(beam.DoFn):
         self._shared = shared
 
     def setup(self) -> None:
-        _end_with(self._plan.owner)
         self._log = RunLog(self._plan.store, self._plan.run)
         try:
             self._prepare()
@@ -185,21 +181,3 @@ def stage_pipeline(root: Any, dofn: _Stage, elements: list[int]) -> Any:
         | f"Do each {dofn.name}" >> beam.ParDo(dofn)
         | f"Count {dofn.name}s" >> beam.combiners.Count.Globally()
     )
-
-
-def _end_with(owner: tuple[str, int]) -> None:
-    """Ends this process when the command that owns it, on the same machine, is gone."""
-    host, process = owner
-    if host != platform.node() or process == os.getpid() or process == 0:
-        return
-
-    def watch() -> None:
-        while True:
-            try:
-                os.kill(process, 0)
-            except OSError:
-                os._exit(1)
-            time.sleep(1)
-
-    if not any(thread.name == "stillroom-owner" for thread in threading.enumerate()):
-        threading.Thread(target=watch, name="stillroom-owner", daemon=True).start()

@@ -1,6 +1,9 @@
 """Settings that every test runs under: strict JAX, several CPU devices, no network."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before anything imports JAX: eight virtual devices, and no look-ups of hubs.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -9,3 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+# Conversions of the tests' corpora do not belong into the user's own cache.
+_datasets = tempfile.mkdtemp(prefix="stillroom-datasets-")
+os.environ["HF_DATASETS_CACHE"] = _datasets
+atexit.register(shutil.rmtree, _datasets, ignore_errors=True)

@@ -108,9 +108,9 @@ def test_processes_that_open_it_at_once_read_the_same(tmp_path):
     settings = CorpusSettings(write_jsonl(tmp_path / "a.jsonl", texts), limit=2500)
     (tmp_path / "settings").write_bytes(pickle.dumps(settings))
     program = (
-        "import pickle, sys, warnings; warnings.simplefilter('error')\n"
+        "import pathlib, pickle, sys, warnings; warnings.simplefilter('error')\n"
         "from pipelines.corpus import digest_documents, open_corpus\n"
-        "corpus = open_corpus(pickle.load(open(sys.argv[1], 'rb')))\n"
+        "corpus = open_corpus(pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()))\n"
         "print(len(corpus), digest_documents(corpus.texts(0, len(corpus))))\n"
     )
     environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "shared")}
