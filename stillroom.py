@@ -98,6 +98,27 @@ def main(arguments: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    try:
+        try:
+            return _run(words)
+        finally:
+            # Here and not at the exit, where a reader that has gone would be a traceback.
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write("\nStopped. Run the same command again: it goes on where it stopped.\n")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug or not isinstance(error, _user_errors()):
+            raise
+        sys.stderr.write(f"stillroom {words[0]}: {error}\n")
+        return 1
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return 0 if words else 2
@@ -107,24 +128,16 @@ def main(arguments: list[str] | None = None) -> int:
     if words[0] not in _COMMANDS:
         sys.stderr.write(f"stillroom: there is no command {words[0]!r}\n\n{_USAGE}")
         return 2
+    return _COMMANDS[words[0]](words[1:])
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """Errors whose text says what to do; a traceback would only hide it."""
     from cache.errors import CacheError
     from decoder.errors import DecoderError
     from pipelines.errors import PipelineError
 
-    try:
-        return _COMMANDS[words[0]](words[1:])
-    except KeyboardInterrupt:
-        sys.stderr.write("\nStopped. Run the same command again: it goes on where it stopped.\n")
-        return 130
-    except BrokenPipeError:
-        # The reader of our output (`| head`) has gone; there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (CacheError, DecoderError, PipelineError, OSError) as error:
-        if debug:
-            raise
-        sys.stderr.write(f"stillroom {words[0]}: {error}\n")
-        return 1
+    return CacheError, DecoderError, PipelineError, OSError
 
 
 def _precompute(words: list[str]) -> int:
@@ -201,3 +214,7 @@ def _shard_progress(shown: bool) -> Iterator[Callable[[int, int], None] | None]:
 
 
 _COMMANDS = {"precompute": _precompute, "inspect": _inspect, "verify": _verify}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

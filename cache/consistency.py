@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from cache.encoding import LEAST_FLOAT16
 from cache.format import NO_DOCUMENT, Encoding
 
 # Float32 arithmetic of the teacher: the slack of sums of probabilities and of log-probs.
@@ -23,7 +24,10 @@ def inconsistencies(
       documents: number of documents in the corpus, if known.
     """
     for check in (_rows, _canonical, _entries, _masses):
-        yield from check(arrays, encoding)
+        # Damaged data may hold any number, NaN and infinities included.
+        with np.errstate(over="ignore", invalid="ignore"):
+            findings = list(check(arrays, encoding))
+        yield from findings
     if documents is not None:
         numbers = arrays["documents"]
         yield from _report(
@@ -94,15 +98,16 @@ def _entries(arrays: Mapping[str, np.ndarray], encoding: Encoding) -> Iterator[t
     yield from _report(
         "target_ids", label[..., None] & ~empty & (ids >= encoding.vocabulary), "illegal id"
     )
-    with np.errstate(invalid="ignore"):
-        bad = exact & ~((logprobs <= 0) & np.isfinite(logprobs))
-        ascending = exact[..., 1:] & (logprobs[..., 1:] > logprobs[..., :-1])
+    bad = exact & ~((logprobs <= 0) & np.isfinite(logprobs))
+    ascending = exact[..., 1:] & (logprobs[..., 1:] > logprobs[..., :-1])
     yield from _report("target_logprobs", bad, "a log-prob that is not a finite number <= 0")
     yield from _report("target_logprobs", ascending, "exact entries out of order")
     yield from _report(
         "target_logprobs", ~exact & ~np.isnan(logprobs), "a log-prob at an entry that is not exact"
     )
     rest = ~exact & ~empty & label[..., None]
+    late = rest[..., 1:] & empty[..., :-1]
+    yield from _report("target_ids", late, "an entry behind an empty slot")
     if encoding.tail == "none":
         yield from _report("target_ids", rest, "a sampled entry in a cache without samples")
     backwards = rest[..., 1:] & rest[..., :-1] & (ids[..., 1:] <= ids[..., :-1])
@@ -120,31 +125,29 @@ def _masses(arrays: Mapping[str, np.ndarray], encoding: Encoding) -> Iterator[tu
     exact = np.arange(encoding.k) < counts[..., None]
     logprobs = np.where(exact, arrays["target_logprobs"].astype(np.float64), -np.inf)
     finite = np.where(exact, logprobs, 0.0)
-    with np.errstate(over="ignore"):
-        probabilities = np.exp(logprobs)
+    probabilities = np.exp(logprobs)
     rounding = encoding.relative_error * np.abs(finite)
     bound = SLACK + (probabilities * np.expm1(np.minimum(rounding, 50))).sum(axis=-1)
     total = probabilities.sum(axis=-1)
     yield from _report("target_logprobs", label & (total > 1 + bound), "exact mass above 1")
 
     tails = np.where(label[..., None], arrays["tail_logprobs"].astype(np.float64), -np.inf)
-    with np.errstate(invalid="ignore"):
-        yield from _report("tail_logprobs", ~(tails <= 0), "a tail that is not a number <= 0")
+    yield from _report("tail_logprobs", ~(tails <= 0), "a tail that is not a number <= 0")
     if 1.0 in encoding.temperatures:
         tail = tails[..., encoding.temperatures.index(1.0)]
-        mass = np.exp(tail)
+        mass = np.exp(np.minimum(tail, 0))
         slack = bound + mass * 2.0**-11 * np.abs(np.where(np.isfinite(tail), tail, 0))
-        with np.errstate(invalid="ignore"):
-            wrong = label & ~(np.abs(total + mass - 1) <= slack)
+        wrong = label & ~(np.abs(total + mass - 1) <= slack)
         yield from _report("tail_logprobs", wrong, "exact mass + tail mass is not 1")
 
     labels = np.concatenate([arrays["tokens"][:, 1:], arrays["tokens"][:, :1]], axis=1)
     hit = exact & (arrays["target_ids"].astype(np.int64) == labels.astype(np.int64)[..., None])
     stated = np.where(label, arrays["label_logprobs"].astype(np.float64), 0.0)[..., None]
-    with np.errstate(invalid="ignore"):
-        off = hit & ~(np.abs(stated - finite) <= SLACK + rounding)
-        lowest = np.where(exact, finite + rounding, np.inf).min(axis=-1, initial=np.inf)
-        above = label & ~hit.any(axis=-1) & ~(stated[..., 0] <= lowest + SLACK)
+    if encoding.logprob_dtype == "float16":
+        stated = np.maximum(stated, LEAST_FLOAT16)
+    off = hit & ~(np.abs(stated - finite) <= SLACK + rounding)
+    lowest = np.where(exact, finite + rounding, np.inf).min(axis=-1, initial=np.inf)
+    above = label & ~hit.any(axis=-1) & ~(stated[..., 0] <= lowest + SLACK)
     yield from _report("label_logprobs", off, "not the log-prob of the entry that is the label")
     yield from _report("label_logprobs", above, "label is no exact entry, yet likelier than one")
     entropy = np.where(label, arrays["entropy"].astype(np.float64), 0.0)

@@ -12,7 +12,7 @@ from cache.errors import CacheError
 from cache.format import NO_DOCUMENT, Encoding
 
 # Finite log-probs below float16's range are stored as its least number.
-_LEAST_FLOAT16 = -65504.0
+LEAST_FLOAT16 = -65504.0
 
 
 def round_mantissa(values: Float32[np.ndarray, "..."], bits: int) -> Float32[np.ndarray, "..."]:
@@ -39,7 +39,7 @@ def encode_logprobs(
 def to_float16(values: Float32[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     """float16, finite values kept finite; -inf and NaN stay."""
     with np.errstate(invalid="ignore"):
-        clipped = np.where(np.isfinite(values), np.maximum(values, _LEAST_FLOAT16), values)
+        clipped = np.where(np.isfinite(values), np.maximum(values, LEAST_FLOAT16), values)
     return clipped.astype(np.float16)
 
 
@@ -60,10 +60,21 @@ def encode_shard(
 
     Returns:
       Every array of the format, C-contiguous, with fill values where there is no label.
+
+    Raises:
+      CacheError: a token id that is not in the vocabulary.
     """
     specs = encoding.arrays()
     label = rows["label_mask"] == 1
     ids = targets["ids"]
+    highest = max(
+        int(rows["tokens"].max(initial=0)), int(ids.max(initial=0, where=label[..., None]))
+    )
+    if highest >= encoding.vocabulary:
+        raise CacheError(
+            f"found the token id {highest}, expected ids below the vocabulary of "
+            f"{encoding.vocabulary:,}. Does the tokenizer belong to the teacher?"
+        )
     values = {
         "tokens": rows["tokens"],
         "segments": rows["segments"],
@@ -72,7 +83,8 @@ def encode_shard(
         "target_ids": np.where(ids < 0, encoding.no_id, ids),
         "target_logprobs": encode_logprobs(targets["logprobs"], encoding),
         "exact_counts": targets["exact_counts"],
-        "tail_logprobs": to_float16(targets["tail_logprobs"]),
+        # A tail that holds nearly all the mass may come out above 1 by a rounding.
+        "tail_logprobs": to_float16(np.minimum(targets["tail_logprobs"], np.float32(0))),
         "label_logprobs": targets["label_logprobs"],
         "entropy": to_float16(targets["entropy"]),
     }
@@ -110,7 +122,7 @@ def weights(
     identity of the softmax, so that stored weights agree with the stored tail whatever
     the rounding. Sampled entries: the tail's mass divided evenly, the unbiased estimate
     of variance-optimal sampling (Cohen, Duffield, Kaplan, Lund, Thorup, SIAM J. Comput.
-    40(5), 2011). With a sampled tail, or when nothing is outside the exact entries, the
+    40(5), 2011). Where there are sampled entries, or nothing is outside the exact ones, the
     weights of a position sum to 1. Empty slots and positions without a label weigh 0.
 
     Args:

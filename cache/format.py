@@ -233,7 +233,7 @@ class Encoding:
         return first, min(first + self.rows_per_shard, rows)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "temperatures": list(self.temperatures)}
+        return {**asdict(self), "temperatures": [float(value) for value in self.temperatures]}
 
     @classmethod
     def from_json(cls, value: Any, what: str = "encoding") -> Encoding:
@@ -248,9 +248,7 @@ class Encoding:
             vocabulary=fields.integer("vocabulary"),
             k=fields.integer("k"),
             tail=fields.choice("tail", ("none", "sampled")),  # type: ignore[arg-type]
-            temperatures=tuple(
-                float(value) for value in fields.list_of("temperatures", (int, float))
-            ),
+            temperatures=fields.numbers("temperatures"),
             logprobs=fields.choice("logprobs", ("float32", "float16", "rounded")),  # type: ignore[arg-type]
             mantissa_bits=fields.integer("mantissa_bits"),
             rows_per_shard=fields.integer("rows_per_shard"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import sys
 from typing import Any
 
 from cache.errors import CacheError
@@ -11,9 +13,11 @@ from cache.errors import CacheError
 
 def canonical(value: Any) -> bytes:
     """The one byte form of a JSON value: sorted keys, no spaces, no NaN, UTF-8."""
-    return json.dumps(
+    text = json.dumps(
         value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False
-    ).encode()
+    )
+    # A path that is not UTF-8 reaches us with lone surrogates.
+    return text.encode(errors="surrogatepass")
 
 
 def digest(value: Any) -> str:
@@ -25,14 +29,21 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object from bytes.
 
     Raises:
-      CacheError: the bytes are not UTF-8 JSON, or not an object.
+      CacheError: the bytes are not UTF-8 JSON, hold NaN or an infinity, or no object.
     """
     try:
-        value = json.loads(data.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        value = json.loads(data.decode(), parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
         raise CacheError(f"{what} is not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise CacheError(f"{what} should be a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 
@@ -63,10 +74,15 @@ class Fields:
         return value
 
     def number(self, name: str) -> float:
-        value = self._get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not _is_number(self._get(name)):
             raise self._wrong(name, "a number")
-        return float(value)
+        return float(self.value[name])
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        value = self._get(name)
+        if not isinstance(value, list) or not all(map(_is_number, value)):
+            raise self._wrong(name, "a list of numbers")
+        return tuple(float(item) for item in value)
 
     def text(self, name: str) -> str:
         value = self._get(name)
@@ -101,6 +117,13 @@ class Fields:
         """Two non-decreasing non-negative integers, or null."""
         value = self._get(name)
         return None if value is None else as_span(value, f"{self.what}: field {name!r}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a JSON value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def as_span(value: Any, what: str) -> tuple[int, int]:

@@ -82,6 +82,9 @@ class Manifest:
         for name in ("teacher", "tokenizer"):
             if not isinstance(getattr(self, name).get("fingerprint"), str):
                 raise CacheError(f"manifest: {name} should have a fingerprint (a string)")
+        files = self.tokenizer.get("files", {})
+        if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
+            raise CacheError("manifest: the tokenizer's files should be names and digests")
         if self.state == "open":
             if not self.run:
                 raise CacheError("manifest: an open cache should name its run")
@@ -222,9 +225,9 @@ class Manifest:
         state = fields.choice("state", ("open", "complete"))
         common: dict[str, Any] = {
             "encoding": Encoding.from_json(fields.object("encoding"), f"{what}, encoding"),
-            **{
-                name: fields.object(name)
-                for name in ("capture", "teacher", "tokenizer", "corpus", "software")
+            **{name: fields.object(name) for name in ("capture", "teacher", "tokenizer", "corpus")},
+            "software": {
+                name: fields.fields("software").text(name) for name in fields.object("software")
             },
             "state": state,
             "required_features": tuple(fields.list_of("required_features", str)),
@@ -233,7 +236,12 @@ class Manifest:
             return cls(**common, run=fields.text("run"))
         extents = [Fields(item, f"{what}, extent") for item in fields.list_of("extents", dict)]
         receipts = fields.fields("receipts")
+        digests = receipts.list_of("sha256", str)
         documents = receipts.list_of("documents", (list, type(None)))
+        if len(digests) != len(documents):
+            raise CacheError(
+                f"{what} lists {len(digests)} digests and {len(documents)} document ranges"
+            )
         return cls(
             **common,
             extents=tuple(
@@ -242,7 +250,7 @@ class Manifest:
             ),
             receipts=tuple(
                 ReceiptEntry(sha, None if span is None else as_span(span, f"{what}, documents"))
-                for sha, span in zip(receipts.list_of("sha256", str), documents, strict=False)
+                for sha, span in zip(digests, documents, strict=True)
             ),
             accounting=fields.object("accounting"),
             statistics=Statistics.from_json(fields.object("statistics"), f"{what}, statistics"),

@@ -35,6 +35,8 @@ class InspectOptions:
             raise CacheError("--position needs --row: say which row it is in.")
         if self.shard is not None and self.row is not None:
             raise CacheError("--shard and --row exclude each other: ask for one of them.")
+        if self.temperature is not None and self.position is None:
+            raise CacheError("--temperature needs --position: it is of the probabilities there.")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -100,7 +101,7 @@ class Cache:
 
         Args:
           indices: row numbers, 0 … len - 1, in any order, repeats allowed; or a slice.
-          fields: names of arrays; all of them if None.
+          fields: names of arrays, or one name; all of them if None.
 
         Returns:
           Per array a numpy array [batch, position, ...] of the stored type. Positions without
@@ -111,6 +112,8 @@ class Cache:
           DamageError: data is missing or damaged; names shards, rows and documents.
         """
         stored = self.stored_rows(indices)
+        if isinstance(fields, str):
+            fields = (fields,)
         names = self.fields if fields is None else tuple(fields)
         for name in names:
             if name not in self._specs:
@@ -138,10 +141,16 @@ class Cache:
         return _encoding.weights(arrays, self.encoding, temperature)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the teacher, as stored in the cache."""
+        """The tokenizer of the teacher, as stored in the cache.
+
+        Raises:
+          DamageError: it is missing, or is not the one that was stored.
+        """
         data = self._store.read(f"{TOKENIZER}/tokenizer.json")
-        if data is None:
-            raise DamageError([Damage("tokenizer/tokenizer.json is missing")], REPAIR)
+        files = self.manifest.tokenizer.get("files", {})
+        if data is None or hashlib.sha256(data).hexdigest() != files.get("tokenizer.json"):
+            state = "is missing" if data is None else "was changed"
+            raise DamageError([Damage(f"{TOKENIZER}/tokenizer.json {state}")], REPAIR)
         return Tokenizer.from_str(data.decode())
 
     def stored_rows(

@@ -1,7 +1,7 @@
 """Times and events of a run, kept beside the data and never part of it.
 
-Each process writes files of its own, runs/<run>/<host>-<process>-<n>.jsonl: one JSON object
-a line, with "time" in seconds since the epoch and "event".
+Each log writes files of its own, runs/<run>/<host>-<process>-<log>-<n>.jsonl: one JSON object
+a line, with "time" in seconds since the epoch and "event". A process may have several logs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import platform
 import threading
 import time
+import uuid
 from typing import Any
 
 from cache.format import RUNS
@@ -23,11 +24,11 @@ _LINES = 100
 
 
 class RunLog:
-    """Writes events of one process of one run; safe to use from threads."""
+    """Writes events of one run; safe to use from threads."""
 
     def __init__(self, store: Store, run: str):
         self._store = store
-        self._prefix = f"{RUNS}/{run}/{platform.node()}-{os.getpid()}"
+        self._prefix = f"{RUNS}/{run}/{platform.node()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._lines: list[str] = []
         self._files = 0
         self._lock = threading.Lock()
@@ -44,7 +45,7 @@ class RunLog:
 
 
 def read_events(store: Store, run: str | None = None) -> list[dict[str, Any]]:
-    """Events of one run, or of all runs, by time. Lines that are not JSON are left out."""
+    """Events of one run, or of all runs, by time. Lines that are no event are left out."""
     folder = RUNS if run is None else f"{RUNS}/{run}"
     keys = [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".jsonl")]
     lines = [line for data in store.read_many(keys) for line in (data or b"").splitlines()]
@@ -54,6 +55,7 @@ def read_events(store: Store, run: str | None = None) -> list[dict[str, Any]]:
             event = json.loads(line)
         except ValueError:
             continue
-        if isinstance(event, dict) and isinstance(event.get("time"), int | float):
+        known = isinstance(event, dict) and isinstance(event.get("event"), str)
+        if known and isinstance(event.get("time"), int | float):
             events.append(event)
     return sorted(events, key=lambda event: event["time"])

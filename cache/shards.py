@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -58,21 +59,20 @@ def write_shard(
       arrays: every array of the format, [rows of the shard, ...], as `encode_shard` gives.
 
     Raises:
-      CacheError: an array is missing or has another shape or type than the format says.
+      CacheError: there is no such shard; an array is missing, has another shape or type
+        than the format says, or holds no finite number at a label. Nothing was written.
       TakenOverError: another run has taken over the cache.
       StorageError: storage refused a write.
     """
     encoding = manifest.encoding
+    if not 0 <= shard < encoding.shards(total_rows):
+        raise CacheError(f"{total_rows} rows have no shard {shard}")
     first, end = encoding.shard_rows(shard, total_rows)
+    _check_arrays(arrays, encoding, shard, end - first)
+    _check_finite(arrays, shard, first)
     stored = {}
     for name, spec in encoding.arrays().items():
         values = arrays[name]
-        expected = (end - first, *spec.inner)
-        if values.shape != expected or values.dtype != spec.dtype:
-            raise CacheError(
-                f"shard {shard}, array {name}: expected {spec.dtype}{list(expected)}, "
-                f"found {values.dtype}{list(values.shape)}"
-            )
         data = encode_chunk(spec.zarr(total_rows, encoding.rows_per_shard), shard, values)
         store.write(array_chunk_key(name, values.ndim, shard), data)
         stored[name] = StoredArray(data_digest(values), len(data))
@@ -87,6 +87,40 @@ def write_shard(
     check_run(store, manifest.run)
     store.write(receipt_key(shard), receipt.to_bytes())
     return receipt
+
+
+def _check_arrays(
+    arrays: Mapping[str, np.ndarray], encoding: Encoding, shard: int, rows: int
+) -> None:
+    for name, spec in encoding.arrays().items():
+        expected = (rows, *spec.inner)
+        if name not in arrays:
+            raise CacheError(f"shard {shard}: the array {name} is missing")
+        values = arrays[name]
+        if values.shape != expected or values.dtype != spec.dtype:
+            raise CacheError(
+                f"shard {shard}, array {name}: expected {spec.dtype}{list(expected)}, "
+                f"found {values.dtype}{list(values.shape)}"
+            )
+
+
+def _check_finite(arrays: Mapping[str, np.ndarray], shard: int, first_row: int) -> None:
+    """Refuses what no statistics can be made of; a tail of -inf is none at all, and sound."""
+    label = arrays["label_mask"] == 1
+    wrong = {
+        "label_logprobs": ~np.isfinite(arrays["label_logprobs"]),
+        "entropy": ~np.isfinite(arrays["entropy"]),
+        "tail_logprobs": np.isnan(arrays["tail_logprobs"]).any(axis=-1),
+    }
+    for name, places in wrong.items():
+        where = np.argwhere(places & label)
+        if len(where):
+            row, position = where[0].tolist()
+            raise CacheError(
+                f"shard {shard}, row {first_row + row}, position {position}: {name} is "
+                f"{arrays[name][row, position]}, expected a finite number ({len(where)} such "
+                "places). Does the teacher give the true next token no probability at all?"
+            )
 
 
 def check_run(store: Store, run: str) -> None:
@@ -110,8 +144,5 @@ def read_receipts(store: Store, shards: Sequence[int]) -> dict[int, bytes | None
 
 def finished_shards(store: Store) -> set[int]:
     """Numbers of the shards that have a receipt."""
-    return {
-        int(name.removesuffix(".json"))
-        for name in store.list(RECEIPTS)
-        if name.removesuffix(".json").isdigit()
-    }
+    names = (re.fullmatch(r"([0-9]{6,})\.json", name) for name in store.list(RECEIPTS))
+    return {int(name[1]) for name in names if name}

@@ -132,7 +132,9 @@ def _statistics(view: dict[str, Any]) -> list[tuple[str, str]]:
             )
         )
     rows.append(("entropy", f"{view['entropy']:.3f} nats on average"))
-    rows.append(("teacher's perplexity", f"{view['teacher_perplexity']:.2f} on the labels"))
+    perplexity = view["teacher_perplexity"]
+    shown = "too large to tell" if perplexity is None else f"{perplexity:.2f} on the labels"
+    rows.append(("teacher's perplexity", shown))
     return rows
 
 

@@ -7,6 +7,7 @@ statistics on any machine, and combining shards in order is reproducible.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,19 +69,19 @@ class Statistics:
         histogram = fields.list_of("exact_mass_histogram", list)
         for counts in histogram:
             if len(counts) != BINS or not all(type(item) is int for item in counts):
-                raise CacheError(f"{what}: a histogram should be {BINS} integers")
+                raise CacheError(f"{what}: exact_mass_histogram should be lists of {BINS} integers")
         return cls(
             **{name: fields.integer(name) for name in _COUNTS},
             label_logprobs=fields.number("label_logprobs"),
             entropy=fields.number("entropy"),
-            exact_mass=tuple(float(x) for x in fields.list_of("exact_mass", (int, float))),
+            exact_mass=fields.numbers("exact_mass"),
             exact_mass_histogram=tuple(tuple(counts) for counts in histogram),
         )
 
     @property
     def perplexity(self) -> float:
         """The teacher's perplexity on the labels; NaN without labels."""
-        return math.exp(-self.label_logprobs / self.labels) if self.labels else math.nan
+        return perplexity(self.label_logprobs, self.labels)
 
     @property
     def mean_entropy(self) -> float:
@@ -102,6 +103,14 @@ class Statistics:
                 return (bin_index + (wanted - below) / count) / BINS
             below += count
         return 1.0
+
+
+def perplexity(logprobs: float, labels: int) -> float:
+    """exp of the mean negative log-prob (nats) of labels; NaN without any, inf if too large."""
+    if not labels:
+        return math.nan
+    mean = -float(logprobs) / labels
+    return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf
 
 
 def statistics_of(arrays: Mapping[str, np.ndarray], encoding: Encoding) -> Statistics:

@@ -19,6 +19,8 @@ from cache.errors import CacheError
 
 # What TensorStore says a key's generation is while the key does not exist.
 _ABSENT = b"\x02"
+# How TensorStore fails; the second where a place cannot do a thing (http://: write, list).
+_FAILURES = (ValueError, NotImplementedError)
 # The cached shard indices of the arrays a process reads; 8 MiB hold thousands.
 _POOL_BYTES = 8 * 2**20
 
@@ -37,14 +39,18 @@ class Store:
 
     def __init__(self, location: str | os.PathLike[str]):
         self.location = os.fspath(location).rstrip("/") or "/"
+        # Absolute from the start: a process may change its folder, or open us elsewhere.
+        remote = re.match(r"[a-z0-9+]+://", self.location)
+        self._local = None if remote else Path(self.location).absolute()
         self._kvstore: Any = None
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": _POOL_BYTES}})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"location": self.location}
+        return {"location": self.location, "local": self._local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["location"])
+        self._local = state["local"]
 
     def __repr__(self) -> str:
         return f"Store({self.location!r})"
@@ -52,9 +58,7 @@ class Store:
     @property
     def local(self) -> Path | None:
         """The folder as a local path, or None for object storage."""
-        if re.match(r"[a-z0-9+]+://", self.location):
-            return None
-        return Path(self.location).absolute()
+        return self._local
 
     def specification(self, folder: str = "") -> dict[str, Any] | str:
         """TensorStore's key-value specification of this folder, or of one inside it."""
@@ -85,7 +89,7 @@ class Store:
         """The object's bytes (None if absent) and the generation `replace` compares with."""
         try:
             result = self.kvstore.read(key).result()
-        except ValueError as error:
+        except _FAILURES as error:
             raise self._refused("read", key, error) from error
         value = result.value if result.state == "value" else None
         return value, result.stamp.generation
@@ -98,7 +102,7 @@ class Store:
         for key, future in zip(keys, futures, strict=True):
             try:
                 result = future.result()
-            except ValueError as error:
+            except _FAILURES as error:
                 raise self._refused("read", key, error) from error
             values.append(result.value if result.state == "value" else None)
         return values
@@ -107,7 +111,7 @@ class Store:
         """Writes one object, replacing what was there."""
         try:
             self.kvstore.write(key, value).result()
-        except ValueError as error:
+        except _FAILURES as error:
             raise self._refused("write", key, error) from error
 
     def create(self, key: str, value: bytes) -> bool:
@@ -118,7 +122,7 @@ class Store:
         """Writes one object if its generation is still the given one; False if it is not."""
         try:
             stamp = self.kvstore.write(key, value, if_equal=generation).result()
-        except ValueError as error:
+        except _FAILURES as error:
             raise self._refused("write", key, error) from error
         return stamp.generation != b""
 
@@ -126,7 +130,7 @@ class Store:
         """Removes one object, if it is there."""
         try:
             self.kvstore.write(key, None).result()
-        except ValueError as error:
+        except _FAILURES as error:
             raise self._refused("delete", key, error) from error
 
     def delete_folder(self, folder: str) -> None:
@@ -134,7 +138,7 @@ class Store:
         prefix = f"{folder.strip('/')}/"
         try:
             self.kvstore.delete_range(_under(prefix)).result()
-        except ValueError as error:
+        except _FAILURES as error:
             raise self._refused("delete", prefix, error) from error
         if self.local is not None:
             _remove_empty_folders(self.local / folder)
@@ -144,7 +148,7 @@ class Store:
         prefix = f"{folder.strip('/')}/" if folder else ""
         try:
             keys = self.kvstore.list(_under(prefix), strip_prefix_length=len(prefix)).result()
-        except ValueError as error:
+        except _FAILURES as error:
             raise self._refused("list", prefix, error) from error
         # TensorStore's own unfinished writes: "<key>.__lock" and temporaries of it.
         return sorted(name for key in keys if "__lock" not in (name := key.decode()))
@@ -162,18 +166,22 @@ class Store:
         for key, future in futures.items():
             try:
                 result = future.result()
-            except ValueError as error:
+            except _FAILURES as error:
                 if "OUT_OF_RANGE" not in str(error):
                     raise self._refused("read", key, error) from error
                 found[key] = f"should be {sizes[key]} bytes long, is shorter"
                 continue
+            excess = len(result.value) - min(sizes[key], 1)
             if result.state != "value":
                 found[key] = "is missing"
-            elif len(result.value) != min(sizes[key], 1):
-                found[key] = f"should be {sizes[key]} bytes long, is longer"
+            elif excess:
+                state = "longer" if excess > 0 else "shorter"
+                found[key] = f"should be {sizes[key]} bytes long, is {state}"
         return found
 
-    def _refused(self, verb: str, key: str, error: ValueError) -> StorageError:
+    def _refused(self, verb: str, key: str, error: Exception) -> CacheError:
+        if isinstance(error, CacheError):
+            return error
         return StorageError(f"cannot {verb} {self.location}/{key}: {error}")
 
     def open_array(self, folder: str, metadata: dict[str, Any] | None = None) -> Any:
@@ -227,7 +235,7 @@ def encode_chunk(metadata: dict[str, Any], index: int, values: Any) -> bytes:
 
 def chunk_key(index: int, rank: int) -> str:
     """The key of an outer chunk that is cut along the first axis only: c.<index>.0.0"""
-    return ".".join(["c", str(index), *["0"] * (rank - 1)])
+    return f"c.{index}" + ".0" * (rank - 1)
 
 
 def _under(prefix: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -18,8 +20,8 @@ from cache.reader import open as open_cache
 from cache.receipt import Receipt
 from cache.runlog import read_events
 from cache.shards import array_chunk_key, finished_shards
-from cache.statistics import Statistics
-from cache.storage import Store
+from cache.statistics import Statistics, perplexity
+from cache.storage import Store, chunk_key
 
 # Tokens of text shown on each side of a position.
 _CONTEXT = 40
@@ -90,7 +92,7 @@ def statistics_view(statistics: Statistics, temperatures: tuple[float, ...]) -> 
             {
                 "temperature": temperature,
                 "mean": _number(statistics.mean_exact_mass(index)),
-                "percentile_10": _number(statistics.exact_mass_percentile(index, 10)),
+                "percentile_10": _number(statistics.exact_mass_percentile(index, 10.0)),
             }
             for index, temperature in enumerate(temperatures)
         ],
@@ -100,7 +102,7 @@ def statistics_view(statistics: Statistics, temperatures: tuple[float, ...]) -> 
 
 
 def _number(value: float) -> float | None:
-    return None if np.isnan(value) else value
+    return value if math.isfinite(value) else None
 
 
 def _bytes(manifest: Manifest, statistics: Statistics) -> dict[str, Any]:
@@ -132,11 +134,10 @@ def _shards(store: Store, manifest: Manifest) -> dict[str, Any]:
     for name, spec in manifest.encoding.arrays().items():
         rank = len(spec.inner) + 1
         for shard in range(manifest.shards):
-            key = array_chunk_key(name, rank, shard)
-            if key.removeprefix(f"{ARRAYS}/") not in files:
+            if f"{name}/{chunk_key(shard, rank)}" not in files:
                 damaged.append(
                     Damage(
-                        f"{key} is missing",
+                        f"{array_chunk_key(name, rank, shard)} is missing",
                         shard=shard,
                         array=name,
                         rows=manifest.shard_rows(shard),
@@ -174,20 +175,7 @@ def shard_view(location: str, shard: int) -> dict[str, Any]:
     data = store.read(receipt_key(shard))
     if data is None and manifest.state == "open":
         raise CacheError(f"shard {shard} is not done yet. Run the same precompute to go on.")
-    if data is None:
-        documents = manifest.receipts[shard].documents
-        raise DamageError(
-            [
-                Damage(
-                    f"{receipt_key(shard)} is missing",
-                    shard=shard,
-                    rows=manifest.shard_rows(shard),
-                    documents=documents,
-                )
-            ],
-            "Run `stillroom verify` for all that is wrong.",
-        )
-    receipt = Receipt.from_bytes(data, receipt_key(shard))
+    receipt = _listed_receipt(manifest, shard, data)
     timings = [
         {key: value for key, value in event.items() if key not in ("event", "shard")}
         for event in read_events(store)
@@ -206,6 +194,22 @@ def shard_view(location: str, shard: int) -> dict[str, Any]:
     }
 
 
+def _listed_receipt(manifest: Manifest, shard: int, data: bytes | None) -> Receipt:
+    """A shard's receipt; in a complete cache it must be the one that the manifest lists."""
+    if manifest.state == "complete":
+        listed = manifest.receipts[shard]
+        if data is None or hashlib.sha256(data).hexdigest() != listed.sha256:
+            state = "is missing" if data is None else "is not the one the manifest lists"
+            damage = Damage(
+                f"{receipt_key(shard)} {state}",
+                shard=shard,
+                rows=manifest.shard_rows(shard),
+                documents=listed.documents,
+            )
+            raise DamageError([damage], "Run `stillroom verify` for all that is wrong.")
+    return Receipt.from_bytes(data or b"", receipt_key(shard))
+
+
 def row_view(cache: Cache, row: int) -> dict[str, Any]:
     """One row: its segments with document, length, labels and text."""
     arrays = {name: values[0] for name, values in cache.rows([row]).items()}
@@ -214,14 +218,14 @@ def row_view(cache: Cache, row: int) -> dict[str, Any]:
     for segment in range(1, int(arrays["segments"].max()) + 1):
         inside = arrays["segments"] == segment
         mask = arrays["label_mask"][inside] == 1
-        logprobs = arrays["label_logprobs"][inside][mask]
+        logprobs = arrays["label_logprobs"][inside][mask].astype(np.float64)
         segments.append(
             {
                 "segment": segment,
                 "document": int(arrays["documents"][inside][0]),
                 "positions": [int(np.argmax(inside)), int(np.argmax(inside) + inside.sum())],
                 "labels": int(mask.sum()),
-                "teacher_perplexity": float(np.exp(-logprobs.mean())) if len(logprobs) else None,
+                "teacher_perplexity": _number(perplexity(logprobs.sum(), len(logprobs))),
                 "text": _text(tokenizer, arrays["tokens"][inside]),
             }
         )

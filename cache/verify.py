@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import numpy as np
 from cache.consistency import inconsistencies
 from cache.errors import CacheError, Damage
 from cache.format import ARRAYS, MANIFEST, TOKENIZER, receipt_key
+from cache.jsonfields import parse_object
 from cache.manifest import Manifest, read_manifest
 from cache.receipt import Receipt, data_digest
 from cache.shards import array_chunk_key, array_objects, finished_shards, read_receipts
@@ -97,8 +99,8 @@ def verify(
         for number, shard in enumerate(batch):
             receipt = receipts.get(shard)
             if receipt is not None:
-                for name, stored in receipt.arrays.items():
-                    sizes[name] += stored.bytes
+                for name in sizes:
+                    sizes[name] += receipt.arrays[name].bytes
                 found.append(receipt.statistics)
                 if full and shard not in unreadable:
                     damage += _data_damage(store, manifest, receipt)
@@ -106,7 +108,8 @@ def verify(
                 progress(start + number + 1, len(shards))
     if manifest.state == "complete" and len(found) == manifest.shards:
         total = combine(found, len(manifest.encoding.temperatures))
-        if total != manifest.statistics or sizes != manifest.bytes:
+        stated = {name: manifest.bytes.get(name) for name in sizes}
+        if total != manifest.statistics or sizes != stated:
             damage.append(Damage("the manifest's statistics are not the sum of the receipts'"))
     repaired: tuple[int, ...] = ()
     if repair and damage:
@@ -127,7 +130,7 @@ def _metadata_damage(store: Store, manifest: Manifest) -> Iterator[Damage]:
         expected = array_objects(manifest.encoding, manifest.stored_rows)
         found = dict(zip(expected, store.read_many(expected), strict=True))
         for key, value in expected.items():
-            if found[key] != value:
+            if not _same_metadata(found[key], value):
                 state = "is missing" if found[key] is None else "was changed"
                 yield Damage(f"{key} {state}")
     files: dict[str, Any] = manifest.tokenizer.get("files", {})
@@ -137,6 +140,20 @@ def _metadata_damage(store: Store, manifest: Manifest) -> Iterator[Damage]:
             yield Damage(f"{TOKENIZER}/{name} is missing")
         elif hashlib.sha256(data).hexdigest() != sha256:
             yield Damage(f"{TOKENIZER}/{name} was changed")
+
+
+def _same_metadata(found: bytes | None, expected: bytes) -> bool:
+    """Whether metadata is as expected; a group may have arrays that we do not know."""
+    if found is None or found == expected:
+        return found is not None
+    try:
+        group = parse_object(found, "zarr.json")
+        members, known = group["consolidated_metadata"]["metadata"], json.loads(expected)
+        known_members = known["consolidated_metadata"]["metadata"]
+        group["consolidated_metadata"]["metadata"] = {name: members[name] for name in known_members}
+    except (CacheError, KeyError, TypeError):
+        return False
+    return group == known
 
 
 def _receipts(
@@ -164,11 +181,24 @@ def _receipts(
             )
         elif receipt.shard != shard or (listed is not None and receipt.identity != identity):
             damage.append(Damage(f"{receipt_key(shard)} belongs to something else", **where))
-        elif set(receipt.arrays) != set(manifest.encoding.arrays()):
-            damage.append(Damage(f"{receipt_key(shard)} lists other arrays", **where))
+        elif not _fits(receipt, manifest):
+            damage.append(Damage(f"{receipt_key(shard)} does not fit this cache", **where))
         else:
             receipts[shard] = receipt
     return receipts, damage
+
+
+def _fits(receipt: Receipt, manifest: Manifest) -> bool:
+    """Whether a receipt has the arrays (others may stand beside them) and rows of its shard."""
+    encoding = manifest.encoding
+    first = receipt.shard * encoding.rows_per_shard
+    masses = (receipt.statistics.exact_mass, receipt.statistics.exact_mass_histogram)
+    return (
+        set(encoding.arrays()) <= set(receipt.arrays)
+        and receipt.rows[0] == first
+        and first < receipt.rows[1] <= first + encoding.rows_per_shard
+        and all(len(mass) == len(encoding.temperatures) for mass in masses)
+    )
 
 
 def _size_damage(
@@ -216,12 +246,15 @@ def _data_damage(store: Store, manifest: Manifest, receipt: Receipt) -> Iterator
             whole = False
             yield _at(receipt, name, str(value))
         elif data_digest(value) != receipt.arrays[name].sha256:
+            whole = False
             yield _at(receipt, name, "the data is not what the receipt's digest says")
     if not whole:
         return
     documents = manifest.corpus.get("documents")
-    for name, reason in inconsistencies(values, manifest.encoding, documents):
-        yield _at(receipt, name, reason)
+    found = list(inconsistencies(values, manifest.encoding, documents))
+    yield from (_at(receipt, name, reason) for name, reason in found)
+    if found:
+        return
     if not _same_statistics(statistics_of(values, manifest.encoding), receipt.statistics):
         yield Damage(
             "the receipt's statistics are not those of the data",

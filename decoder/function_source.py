@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,12 @@ def build(name: str) -> tuple[nnx.Module, int]:
         raise DecoderError(f"{name} returned a {type(model).__name__}; expected a flax.nnx.Module")
     if not callable(model):
         raise DecoderError(f"{name}: the module has no __call__(tokens, segments, positions)")
-    whole = model if callable(getattr(model, "unembed", None)) else LogitsModel(model)
-    return whole, _vocabulary(name, whole)
+    row = jax.ShapeDtypeStruct((_PROBE,), jnp.int32)
+    hidden = _abstract(name, model, "hidden states", lambda whole, *row: whole(*row), row, row, row)
+    if not callable(getattr(model, "unembed", None)):
+        return LogitsModel(model), hidden.shape[1]
+    logits = _abstract(name, model, "logits", lambda whole, hidden: whole.unembed(hidden), hidden)
+    return model, logits.shape[1]
 
 
 def fingerprint(name: str, model: nnx.Module) -> str:
@@ -93,29 +98,26 @@ def _function(name: str) -> Any:
     return found
 
 
-def _vocabulary(name: str, model: nnx.Module) -> int:
-    row = jax.ShapeDtypeStruct((_PROBE,), jnp.int32)
+def _abstract(
+    name: str, model: nnx.Module, what: str, call: Callable[..., Any], *inputs: Any
+) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of what a call returns, checked, without computing it."""
     graphdef, state = nnx.split(model)
-
-    def score(state: Any, *inputs: Array) -> tuple[Array, Array]:
-        merged: Any = nnx.merge(graphdef, state)
-        hidden = merged(*inputs)
-        return hidden, merged.unembed(hidden)
-
     try:
-        hidden, logits = jax.eval_shape(score, state, row, row, row)
+        found = jax.eval_shape(
+            lambda state, *inputs: call(nnx.merge(graphdef, state), *inputs), state, *inputs
+        )
     except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         raise DecoderError(
-            f"{name}: its module failed on one row (tokens, segments, positions, each "
+            f"{name}: computing {what} failed on one row (tokens, segments, positions, each "
             f"int32[{_PROBE}], no batch axis): {type(error).__name__}: {error}"
         ) from error
-    for what, value in (("hidden states", hidden), ("logits", logits)):
-        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-        if dtype is None or shape is None or len(shape) != 2 or shape[0] != _PROBE:
-            raise DecoderError(
-                f"{name}: its {what} for a row of {_PROBE} have the shape {shape}; expected "
-                f"[{_PROBE}, …], without a batch axis"
-            )
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise DecoderError(f"{name}: its {what} are {dtype}; expected a floating dtype")
-    return logits.shape[1]
+    shape = getattr(found, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != _PROBE:
+        raise DecoderError(
+            f"{name}: the {what} of a row of {_PROBE} are a {type(found).__name__} of shape "
+            f"{shape}; expected an array of shape [{_PROBE}, …], without a batch axis"
+        )
+    if not jnp.issubdtype(found.dtype, jnp.floating):
+        raise DecoderError(f"{name}: the {what} are {found.dtype}; expected a floating dtype")
+    return found

@@ -103,8 +103,8 @@ def _config(header: GGUFHeader) -> DecoderConfig:
         vocabulary=vocabulary,
         kv_heads=_integer(header, "llama.attention.head_count_kv", heads),
         head_dim=head_dim,
-        rope_theta=float(metadata.get("llama.rope.freq_base", 10000.0)),
-        rope_scaling=_scaling(header, head_dim),
+        rope_theta=_number(header, "llama.rope.freq_base", 10000.0),
+        rope_scaling=_scaling(header),
         norm_epsilon=_epsilon(header),
         tied="output.weight" not in header.tensors,
         qkv_bias="blk.0.attn_q.bias" in header.tensors,
@@ -120,13 +120,10 @@ def _config(header: GGUFHeader) -> DecoderConfig:
 
 def _epsilon(header: GGUFHeader) -> float:
     """Stored as float32: the shortest decimal number that rounds to it."""
-    key = "llama.attention.layer_norm_rms_epsilon"
-    if key not in header.metadata:
-        raise DecoderError(f"{header.path}: the field {key} is missing")
-    return float(str(np.float32(header.metadata[key])))
+    return float(str(np.float32(_number(header, "llama.attention.layer_norm_rms_epsilon"))))
 
 
-def _scaling(header: GGUFHeader, head_dim: int) -> RopeScaling | None:
+def _scaling(header: GGUFHeader) -> RopeScaling | None:
     kind = header.metadata.get("llama.rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise DecoderError(
@@ -137,7 +134,7 @@ def _scaling(header: GGUFHeader, head_dim: int) -> RopeScaling | None:
     if kind == "linear":
         if divisors is not None:
             raise DecoderError(f"{header.path} has linear rotary scaling and {ROPE_DIVISORS}")
-        return RopeScaling("linear", factor=float(header.metadata["llama.rope.scaling.factor"]))
+        return RopeScaling("linear", factor=_number(header, "llama.rope.scaling.factor"))
     if divisors is None:
         return None
     stored = _tensor(header, divisors, ROPE_DIVISORS, None)
@@ -149,6 +146,13 @@ def _integer(header: GGUFHeader, key: str, default: int | None = None) -> int:
     value = header.metadata.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int):
         raise DecoderError(f"{header.path}: {key} is {value!r}; expected one whole number")
+    return value
+
+
+def _number(header: GGUFHeader, key: str, default: float | None = None) -> float:
+    value = header.metadata.get(key, default)
+    if not isinstance(value, float):
+        raise DecoderError(f"{header.path}: {key} is {value!r}; expected a number")
     return value
 
 

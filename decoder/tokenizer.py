@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 import tokenizers
-from jaxtyping import Integer, UInt32
+from jaxtyping import UInt32
 
 from decoder import byte_level
 from decoder.checkpoint import canonical_digest, canonical_json
@@ -115,7 +115,7 @@ class Tokenizer:
             raise DecoderError(_not_unicode(texts)) from error
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int] | Integer[np.ndarray, "tokens"]) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of ids, special tokens included. Raises for an id that no token has."""
         numbers = [int(one) for one in ids]
         for number in set(numbers):

@@ -27,6 +27,7 @@ from pipelines.errors import CaptureError, TeacherError
 from pipelines.options import PrecomputeOptions
 from pipelines.parts import PartSettings
 from pipelines.plan import Plan, corpus_settings, layout_settings
+from pipelines.sampling import MAX_DRAWS
 
 # Libraries whose releases may decide the last bits of a log-prob.
 # Raised when the same settings begin to mean other targets.
@@ -111,7 +112,8 @@ def _check_place(store: Store) -> None:
         return
     if not place.is_dir():
         raise CaptureError(f"--out {place} is a file. A cache is a folder; choose another path.")
-    names = sorted(path.name for path in place.iterdir())
+    # A write that was killed leaves its lock behind, perhaps that of the very first object.
+    names = sorted(path.name for path in place.iterdir() if "__lock" not in path.name)
     if names and MANIFEST not in names:
         raise CaptureError(
             f"--out {place} is not a cache and not empty: it holds {', '.join(names[:5])}. "
@@ -144,6 +146,11 @@ def _vocabulary(
         )
     if options.k > vocabulary:
         raise CaptureError(f"--k {options.k} is more than the vocabulary of {vocabulary} tokens.")
+    if options.tail == "sampled" and options.k - options.exact > MAX_DRAWS:
+        raise CaptureError(
+            f"--k {options.k} with --exact {options.exact} leaves {options.k - options.exact} "
+            f"sampled entries; at most {MAX_DRAWS} are possible. Lower --k or raise --exact."
+        )
     return vocabulary
 
 
@@ -190,7 +197,7 @@ def _backend(options: PrecomputeOptions) -> tuple[str, int]:
     if options.workers == 1:
         return jax.default_backend(), jax.local_device_count()
     code = "import jax; print(jax.default_backend(), jax.local_device_count())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     if found.returncode != 0:
         raise CaptureError(f"JAX finds no device in a process of its own:\n{found.stderr[-1000:]}")
     backend, devices = found.stdout.split()[-2:]

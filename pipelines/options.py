@@ -104,6 +104,10 @@ class PrecomputeOptions:
     """Documents that are tokenised and packed together."""
     workers: int = 1
     """Processes on this machine. Each loads the teacher."""
+    runner: str = "local"
+    """local, or another Beam runner by its name, such as DaskRunner or DataflowRunner."""
+    beam_options: str = ""
+    """Beam's own options for that runner, in one string."""
     shard_teacher: bool = False
     """Spread one copy of the teacher over this machine's devices, instead of one copy each."""
     keep_parts: bool = False
@@ -191,7 +195,9 @@ def config_words(words: list[str]) -> list[str]:
     if path is None:
         return rest
     given = {
-        word.split("=")[0].removeprefix("--no-").lstrip("-").replace("_", "-") for word in rest
+        word.split("=")[0].removeprefix("--no-").removeprefix("--").replace("_", "-")
+        for word in rest
+        if word.startswith("--")
     }
     front = []
     for name, value in read_options(path).items():

@@ -28,12 +28,13 @@ from pipelines.errors import CaptureError, CorpusError
 from pipelines.options import PrecomputeOptions
 from pipelines.parts import (
     PartReceipt,
+    part_key,
     read_part_receipts,
     total_accounting,
 )
 from pipelines.plan import Plan
 from pipelines.progress import watch
-from pipelines.runner import run_pipeline
+from pipelines.runner import RunnerSettings, run_pipeline
 from pipelines.transforms import LayPart, ScoreShard, _Stage, stage_pipeline
 
 
@@ -89,7 +90,9 @@ def _lay_parts(plan: Plan) -> list[PartReceipt]:
     documents = plan.manifest.corpus["documents"]
     total = len(part_ranges(documents, plan.parts.documents_per_part))
     receipts = read_part_receipts(plan.store, total)
-    pending = [part for part in range(total) if part not in receipts]
+    # A clean-up that was killed may have left receipts without rows.
+    files = {f"{PARTS}/{name}" for name in plan.store.list(PARTS)}
+    pending = [part for part in range(total) if part not in receipts or part_key(part) not in files]
     _run_stage(
         plan,
         LayPart,
@@ -138,11 +141,10 @@ def _score_shards(plan: Plan) -> int:
     create_arrays(plan.store, encoding, plan.rows)
     done = _sound_shards(plan, total)
     pending = [shard for shard in range(total) if shard not in done]
-    devices = "each on all devices" if plan.options.workers > 1 else "on all devices"
     if pending:
         _say(
-            f"Scoring {len(pending)} of {total} shards of {encoding.rows_per_shard} rows; "
-            f"{plan.options.workers} process(es) load the teacher, {devices}."
+            f"Scoring {len(pending)} of {total} shards of {encoding.rows_per_shard} rows. "
+            f"Each of {plan.options.workers} process(es) loads the teacher once."
         )
     _run_stage(
         plan,
@@ -170,7 +172,8 @@ def _sound_shards(plan: Plan, total: int) -> set[int]:
     have = sorted(finished_shards(plan.store) & set(range(total)))
     for shard, data in read_receipts(plan.store, have).items():
         receipt = _parse(data, receipt_key(shard))
-        if receipt is None or (receipt.shard, receipt.identity) != (shard, identity):
+        ours = receipt and (receipt.shard, receipt.identity, set(receipt.arrays))
+        if receipt is None or ours != (shard, identity, set(specs)):
             stale.add(shard)
             continue
         sound[shard] = receipt
@@ -210,7 +213,11 @@ def _run_stage(
     with watch(title, count, total - len(pending), total, tokens):
         run_pipeline(
             lambda root: stage_pipeline(root, stage(plan, Shared()), pending),
-            min(plan.options.workers, len(pending)),
+            RunnerSettings(
+                plan.options.runner,
+                min(plan.options.workers, len(pending)),
+                plan.options.beam_options,
+            ),
         )
 
 

@@ -2,56 +2,60 @@
 
 from __future__ import annotations
 
-import _thread
-import os
 import shlex
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
-from apache_beam.transforms.environments import SubprocessSDKEnvironment
+from apache_beam.runners.runner import create_runner
 
 from pipelines.errors import CaptureError
+from pipelines.processes import ProcessEnvironment
 from pipelines.transforms import user_text
+from pipelines.worker import quiet_streams
 
 
-def run_pipeline(build: Callable[[Any], Any], workers: int) -> None:
+@dataclass(frozen=True)
+class RunnerSettings:
+    """What runs a pipeline.
+
+    Attributes:
+      name: "local", or a Beam runner by the name that Beam gives it ("DaskRunner").
+      workers: processes of the local runner.
+      beam_options: Beam's own command-line options, for the other runners.
+    """
+
+    name: str = "local"
+    workers: int = 1
+    beam_options: str = ""
+
+
+def run_pipeline(build: Callable[[Any], Any], settings: RunnerSettings) -> None:
     """Builds a pipeline with `build(root)` and runs it to its end.
 
     Beam's DirectRunner would first try to download another runner, so the runner it falls
     back on is named: FnApiRunner, in this process for one worker, in processes of our own
-    (worker.py) for more.
+    (processes.py) for more.
 
     Raises:
       CaptureError: what a worker says is wrong, or a worker process that died.
     """
-    options = PipelineOptions(
-        flags=[],  # else Beam reads this process's command line
-        direct_num_workers=workers,
-        pickle_library="cloudpickle",
-        save_main_session=False,
-    )
-    environment = None
-    if workers > 1:
-        command = f"exec {shlex.quote(sys.executable)} -m pipelines.worker {os.getpid()}"
-        environment = SubprocessSDKEnvironment.from_command_string(command)
-    runner = FnApiRunner(default_environment=environment)
-    with _worker_deaths() as deaths:
+    runner, options = _local(settings.workers), _options(settings)
+    if settings.name != "local":
+        try:
+            runner = create_runner(settings.name)
+        except (ValueError, ImportError, AttributeError) as error:
+            raise CaptureError(
+                f"--runner {settings.name} cannot be used: {error}. Use local, or a Beam runner "
+                "whose packages are installed (pip install 'stillroom[dask]' or [gcp])."
+            ) from error
+    with quiet_streams():
         try:
             with beam.Pipeline(runner=runner, options=options) as root:
                 build(root)
-        except KeyboardInterrupt:
-            if deaths:
-                raise CaptureError(
-                    f"a worker process died ({deaths[0]}); it may have run out of memory. Run "
-                    "the same command again, with fewer --workers: it goes on where it stopped."
-                ) from None
-            raise
         except Exception as error:
             text = user_text(error)
             if text is None:
@@ -59,25 +63,17 @@ def run_pipeline(build: Callable[[Any], Any], workers: int) -> None:
             raise CaptureError(text) from error
 
 
-@contextmanager
-def _worker_deaths() -> Iterator[list[str]]:
-    """Turns the death of a worker process into an interrupt of this thread.
+def _options(settings: RunnerSettings) -> PipelineOptions:
+    return PipelineOptions(
+        # Flags must be given: else Beam reads this process's command line.
+        flags=shlex.split(settings.beam_options),
+        direct_num_workers=settings.workers,
+        pickle_library="cloudpickle",
+        save_main_session=False,
+    )
 
-    Beam's runner starts each worker from a thread of its own that raises when the worker
-    dies, while the runner itself goes on waiting for an answer.
-    """
-    deaths: list[str] = []
-    before = threading.excepthook
 
-    def hook(arguments: threading.ExceptHookArgs) -> None:
-        if arguments.thread is not None and arguments.thread.name == "run_worker":
-            deaths.append(str(arguments.exc_value))
-            _thread.interrupt_main()
-        else:
-            before(arguments)
-
-    threading.excepthook = hook
-    try:
-        yield deaths
-    finally:
-        threading.excepthook = before
+def _local(workers: int) -> FnApiRunner:
+    if workers == 1:
+        return FnApiRunner()
+    return FnApiRunner(default_environment=ProcessEnvironment.default())

@@ -83,7 +83,7 @@ def head_counts(
         mass = ratio * mass
         return 1.0 + mass, mass
 
-    _, q = jax.lax.scan(behind, mass_beyond, ratios.T, reverse=True, unroll=min(k, 8))
+    _, q = jax.lax.scan(behind, mass_beyond, ratios.T, reverse=True, unroll=4)
     h = jnp.arange(k, dtype=jnp.int32)
     enough = (k - 1 - h).astype(jnp.float32)[None, :] < q.T
     enough = enough | ((h == k - 1)[None, :] & (following > -jnp.inf)[:, None])
@@ -208,10 +208,11 @@ def _ids_in_blocks(
     ids = chosen[:, :, None] * BLOCK + lane
     beyond = beyond_top(logits, ids, last_logit[:, None, None], last_id[:, None, None])
     mass = jnp.where(beyond, jnp.exp((logits - reference[:, None, None]) / temperature), 0.0)
-    sums = jnp.cumsum(mass, axis=2)
-    passed = jnp.sum(sums <= share[:, :, None] * sums[:, :, -1:], axis=2, dtype=jnp.int32)
-    heaviest = jnp.max(jnp.where(mass > 0, lane, 0), axis=2)
-    return chosen * BLOCK + jnp.minimum(passed, heaviest)
+    # Running sums as a product: a cumulative sum of this shape takes 4 times as long on CPUs.
+    sums = jnp.dot(mass, jnp.triu(jnp.ones((BLOCK, BLOCK), jnp.float32)), precision="highest")
+    reached = (sums > share[:, :, None] * sums[:, :, -1:]) & (mass > 0)
+    last = jnp.max(jnp.where(mass > 0, lane, 0), axis=2)  # if rounding lets none be reached
+    return chosen * BLOCK + jnp.minimum(jnp.min(jnp.where(reached, lane, BLOCK), axis=2), last)
 
 
 def beyond_top(logits, ids, last_logit, last_id):

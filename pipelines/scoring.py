@@ -6,19 +6,21 @@ micro-batch (`jax.vmap`) and over local devices (`jax.pmap`), compiled once for 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from pipelines.sampling import position_bits
 from pipelines.targets import Targets, TargetSettings, select_targets
 
-Params = Any  # a pytree of arrays, of a shape that only the teacher's functions know
+Devices: TypeAlias = Sequence[Any]  # of jax.Device
+Device: TypeAlias = Any  # a jax.Device, which type checkers take for a variable
+Params: TypeAlias = Any  # a pytree of arrays, of a shape that only the teacher's functions know
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ def teacher_functions(model: nnx.Module) -> tuple[TeacherFunctions, Params]:
         return nnx.merge(graph, params)(tokens, segments, positions)
 
     def unembed(params, hidden):
-        return nnx.merge(graph, params).unembed(hidden)
+        merged: Any = nnx.merge(graph, params)
+        return merged.unembed(hidden)
 
-    return TeacherFunctions(hidden, unembed if hasattr(model, "unembed") else None), params
+    has_head = callable(getattr(model, "unembed", None))
+    return TeacherFunctions(hidden, unembed if has_head else None), params
 
 
 def positions_from_segments(segments: Int32[Array, " length"]) -> Int32[Array, " length"]:
@@ -91,7 +95,7 @@ def score_row(
     padding = -length % chunk
     hidden = functions.hidden(params, tokens, segments, positions_from_segments(segments))
     labels = labels_from_tokens(tokens, segments)
-    places = jnp.arange(length + padding, dtype=jnp.int32)
+    places = jnp.arange(length, dtype=jnp.int32)
 
     def in_chunks(x):
         x = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
@@ -117,10 +121,29 @@ def _real_logits(functions, params, hidden, vocabulary) -> Float[Array, "chunk v
     return logits[:, :vocabulary].astype(jnp.float32)
 
 
-def replicate(params: Params, devices: Sequence[jax.Device]) -> Params:
+def replicate(params: Params, devices: Devices) -> Params:
     """A copy of the parameters on each device, placed as the scorer takes them."""
-    mesh = Mesh(np.array(devices), ("devices",))
-    return jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    return jax.device_put(params, NamedSharding(_mesh(devices), PartitionSpec()))
+
+
+def spread(params: Params, devices: Devices) -> Params:
+    """One copy of the parameters over all devices, each cut along its longest axis that fits.
+
+    For a teacher that is larger than a device; XLA's partitioner divides the work.
+    """
+    mesh = _mesh(devices)
+
+    def place(x: Array) -> Array:
+        fitting = [axis for axis, size in enumerate(x.shape) if size % len(devices) == 0]
+        cut = max(fitting, key=lambda axis: x.shape[axis], default=None)
+        names = ["devices" if axis == cut else None for axis in range(x.ndim)]
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*names)))
+
+    return jax.tree.map(place, params)
+
+
+def _mesh(devices: Devices) -> Mesh:
+    return Mesh(np.array(devices), ("devices",), axis_types=(AxisType.Auto,))
 
 
 def make_scorer(
@@ -128,10 +151,14 @@ def make_scorer(
     settings: TargetSettings,
     length: int,
     micro_batch: int,
-    devices: Sequence[jax.Device],
+    devices: Devices,
     legal: Bool[np.ndarray, " vocabulary"] | None = None,
+    sharded: bool = False,
 ) -> Callable[[Params, np.ndarray, np.ndarray, np.ndarray], Targets]:
     """A function that scores `len(devices) * micro_batch` rows of `length` tokens.
+
+    With `sharded`, it scores `micro_batch` rows on all devices together, with parameters
+    from :func:`spread`; the last bits then depend on the number of devices.
 
     It takes parameters from :func:`replicate` and int32 arrays `tokens [rows, length]`,
     `segments [rows, length]` and `rows [rows]` (numbers of the rows in the cache), and
@@ -143,13 +170,21 @@ def make_scorer(
     def score(params, tokens, segments, row):
         return score_row(functions, params, tokens, segments, row, settings, mask)
 
-    lifted = jax.pmap(
-        jax.vmap(score, in_axes=(None, 0, 0, 0)),
-        axis_name="devices",
-        in_axes=(None, 0, 0, 0),
-        devices=list(devices),
-    )
-    rows_per_call = len(devices) * micro_batch
+    over_rows = jax.vmap(score, in_axes=(None, 0, 0, 0))
+    groups = 1 if sharded else len(devices)
+    if sharded:
+        together = jax.jit(over_rows)
+    else:
+        lifted = jax.pmap(
+            over_rows, axis_name="devices", in_axes=(None, 0, 0, 0), devices=list(devices)
+        )
+
+        def together(params, *rows):
+            split = [x.reshape(groups, micro_batch, *x.shape[1:]) for x in rows]
+            found = lifted(params, *split)
+            return jax.tree.map(lambda x: x.reshape(rows_per_call, *x.shape[2:]), found)
+
+    rows_per_call = groups * micro_batch
 
     def scorer(params: Params, tokens: np.ndarray, segments: np.ndarray, rows: np.ndarray):
         for name, found, shape in (
@@ -160,13 +195,8 @@ def make_scorer(
             if found.shape != shape or found.dtype != np.int32:
                 raise ValueError(
                     f"{name} is {found.dtype}{list(found.shape)}; expected int32{list(shape)}: "
-                    f"{len(devices)} devices of {micro_batch} rows; pad the last micro-batch"
+                    f"{groups} times {micro_batch} rows; pad the last micro-batch"
                 )
-        split = [
-            x.reshape(len(devices), micro_batch, *x.shape[1:]) for x in (tokens, segments, rows)
-        ]
-        return jax.tree.map(
-            lambda x: x.reshape(rows_per_call, *x.shape[2:]), lifted(params, *split)
-        )
+        return together(params, tokens, segments, rows)
 
     return scorer

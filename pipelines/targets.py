@@ -3,6 +3,7 @@
 Pure functions of logits: no I/O, no model. :mod:`pipelines.scoring` feeds them.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -168,7 +169,9 @@ def _top_k(values, k):
     The barrier keeps XLA from merging the slices taken of the result into the operation,
     which it would then no longer recognise, and sort everything: 15 times the time.
     """
-    return jax.lax.optimization_barrier(jax.lax.top_k(jnp.where(values == 0, 0.0, values), k))
+    top, ids = jax.lax.top_k(jnp.where(values == 0, 0.0, values), k)
+    # One barrier for both crashes XLA's partitioner when there are several devices.
+    return jax.lax.optimization_barrier(top), jax.lax.optimization_barrier(ids)
 
 
 def _top_by_blocks(blocks, k):
@@ -275,7 +278,7 @@ def _check_temperatures(found: tuple[float, ...], tail: str) -> None:
             raise ValueError(f"temperatures holds {value!r}; {rule}")
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"temperatures holds {value!r}; {rule}")
-    if any(a >= b for a, b in zip(found, found[1:], strict=False)):
+    if any(a >= b for a, b in itertools.pairwise(found)):
         raise ValueError(f"temperatures is {found!r}; {rule}")
     if tail == "sampled" and len(found) != 1:
         raise ValueError(

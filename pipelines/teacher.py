@@ -11,7 +11,7 @@ import numpy as np
 import decoder
 from pipelines.errors import TeacherError
 from pipelines.plan import Plan
-from pipelines.scoring import make_scorer, replicate, teacher_functions
+from pipelines.scoring import make_scorer, replicate, spread, teacher_functions
 
 _loads = 0
 _lock = threading.Lock()
@@ -34,7 +34,13 @@ class Teacher:
         with _lock:
             _loads += 1
         options, manifest = plan.options, plan.manifest
-        loaded = decoder.load_model(options.teacher, options.teacher_revision, options.precision)
+        sharded = options.shard_teacher
+        # A teacher that no device can hold is put together in the host's memory.
+        place = jax.local_devices(backend="cpu")[0] if sharded else None
+        with jax.default_device(place):
+            loaded = decoder.load_model(
+                options.teacher, options.teacher_revision, options.precision
+            )
         if loaded.fingerprint != manifest.teacher["fingerprint"]:
             raise TeacherError(
                 f"the teacher that this worker loaded from {options.teacher} is not the one the "
@@ -46,11 +52,11 @@ class Teacher:
         if plan.holes:
             legal = np.ones(manifest.encoding.vocabulary, bool)
             legal[list(plan.holes)] = False
-        self.batch = options.micro_batch * len(devices)
+        self.batch = options.micro_batch * (1 if sharded else len(devices))
         functions, parameters = teacher_functions(loaded.model)
-        self._parameters = replicate(parameters, devices)
+        self._parameters = (spread if sharded else replicate)(parameters, devices)
         self._score = make_scorer(
-            functions, plan.targets, options.length, options.micro_batch, devices, legal
+            functions, plan.targets, options.length, options.micro_batch, devices, legal, sharded
         )
 
     def score(self, tokens: np.ndarray, segments: np.ndarray, rows: np.ndarray) -> Any:

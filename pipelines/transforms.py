@@ -72,19 +72,20 @@ class _Stage(beam.DoFn):
 
     def _attempt(self, element: int, work: Callable[[], None]) -> None:
         try:
-            work()
-        except WorkerError:
-            raise
+            try:
+                work()
+            except (WorkerError, *_FATAL):
+                raise
+            except Exception as error:  # noqa: BLE001  (logged; the command names it and fails)
+                reason = str(error) if isinstance(error, USER_ERRORS) else repr(error)
+                self._log.write(
+                    FAILED,
+                    **{self.name: element},
+                    reason=reason,
+                    trace=traceback.format_exc(),
+                )
         except _FATAL as error:
             raise WorkerError(str(error)) from error
-        except Exception as error:  # noqa: BLE001  (logged; the command names it and fails)
-            reason = str(error) if isinstance(error, USER_ERRORS) else repr(error)
-            self._log.write(
-                FAILED,
-                **{self.name: element},
-                reason=reason,
-                trace=traceback.format_exc(),
-            )
 
     def _prepare(self) -> None: ...
 
@@ -98,8 +99,10 @@ class LayPart(_Stage):
 
     def _prepare(self) -> None:
         options = self._plan.options
+        # A revision is the teacher's, not that of a tokenizer from elsewhere.
+        revision = None if options.tokenizer else options.teacher_revision
         self._tokenizer = self._shared.acquire(
-            lambda: load_tokenizer(options.tokenizer or options.teacher, options.teacher_revision),
+            lambda: load_tokenizer(options.tokenizer or options.teacher, revision),
             tag="tokenizer",
         )
         self._corpus = open_corpus(self._plan.corpus)

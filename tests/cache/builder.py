@@ -149,22 +149,21 @@ def position_targets(
     first = encoding.temperatures[0]
     p = np.exp(log_softmax(logits / first))
     head = min(k, len(order))
-    if encoding.tail == "sampled" and len(order) > k:
+    drawn = encoding.tail == "sampled" and len(order) > k > exact
+    if drawn:
         head = next(
             h for h in range(exact, k) if p[order[h]] < p[order[h:]].sum() / (k - h) or h == k - 1
         )
     ids = np.full(k, -1, np.int32)
     ids[:head] = order[:head]
     tail = np.sort(order[head:])
-    if encoding.tail == "sampled" and len(order) > k:
+    if drawn:
         ends = np.cumsum(p[tail]) / p[tail].sum() * (k - head)
         ids[head:] = tail[np.searchsorted(ends[:-1], uniform + np.arange(k - head), side="right")]
     logprobs = np.full(k, np.nan, np.float32)
     logprobs[:head] = logp[order[:head]]
     with np.errstate(divide="ignore"):
-        tails = [
-            np.log(np.exp(log_softmax(logits / t))[tail].sum()) for t in encoding.temperatures
-        ]
+        tails = [np.log(np.exp(log_softmax(logits / t))[tail].sum()) for t in encoding.temperatures]
     finite = logp[order]
     return {
         "ids": ids,

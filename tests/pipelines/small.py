@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import cache
+from cache.runlog import read_events
 from cache.storage import Store
+from pipelines import precompute as precompute_module
 from pipelines import transforms
+from pipelines.errors import CaptureError
 from pipelines.options import PrecomputeOptions
 from pipelines.precompute import Outcome, precompute
 from pipelines.teacher import Teacher
 from tests.models import write_tiny_teacher
+
+# Compiled programs, for this process and those it starts: compiling is most of the time.
+_COMPILED = tempfile.mkdtemp(prefix="stillroom-compiled-")
+atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
+_COMPILATION = {
+    "jax_compilation_cache_dir": _COMPILED,
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": 0,
+}
+for _name, _value in _COMPILATION.items():
+    jax.config.update(_name, _value)
 
 _PHRASES = (
     "the teacher reads the corpus once and the student reads what it kept",
@@ -104,6 +122,31 @@ def share_teachers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Teacher]:
 _TEACHERS: dict[str, Teacher] = {}
 
 
+def run_without_beam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes captures of this process do their elements one after the other, without Beam.
+
+    Beam takes a second to set up a stage; what a stage does is the same.
+    """
+
+    def stage(root: None, dofn: Any, elements: list[int]) -> Any:
+        return dofn, elements
+
+    def run(build: Any, settings: Any) -> None:
+        dofn, elements = build(None)
+        try:
+            dofn.setup()
+            for element in elements:
+                assert list(dofn.process(element)) == [element]
+            dofn.finish_bundle()
+        except transforms.WorkerError as error:
+            raise CaptureError(transforms.user_text(error)) from error
+        finally:
+            dofn.teardown()
+
+    monkeypatch.setattr(precompute_module, "stage_pipeline", stage)
+    monkeypatch.setattr(precompute_module, "run_pipeline", run)
+
+
 def stored(folder: str | Path, *, data_only: bool = False) -> dict[str, bytes]:
     """Every object of a cache that must be the same in every run, by key.
 
@@ -128,7 +171,7 @@ def everything(folder: str | Path) -> dict[str, tuple[bytes, int]]:
 
 def scored_shards(folder: str | Path, run: str | None = None) -> list[int]:
     """Shards that were scored and stored, as the logs of the runs tell, sorted."""
-    events = cache.runlog.read_events(Store(folder), run)
+    events = read_events(Store(folder), run)
     return sorted(event["shard"] for event in events if event["event"] == "shard")
 
 
@@ -139,14 +182,22 @@ def runs(folder: str | Path) -> list[str]:
 
 
 def per_document(opened: cache.Cache, field: str) -> dict[int, np.ndarray]:
-    """A field's values at the positions with a label, by document, in the document's order."""
+    """A field's values at the positions with a label, by document, in the document's order.
+
+    The rows that a document fills come in order; what is left over may be in an earlier row.
+    """
     rows = opened.rows(slice(None), (field, "documents", "label_mask"))
-    found: dict[int, list[np.ndarray]] = {}
+    full: dict[int, list[np.ndarray]] = {}
+    rest: dict[int, list[np.ndarray]] = {}
     for row, mask in enumerate(rows["label_mask"] == 1):
         for document in np.unique(rows["documents"][row][mask]).tolist():
-            inside = mask & (rows["documents"][row] == document)
-            found.setdefault(document, []).append(rows[field][row][inside])
-    return {document: np.concatenate(pieces) for document, pieces in found.items()}
+            inside = rows["documents"][row] == document
+            pieces = full if inside.all() else rest
+            pieces.setdefault(document, []).append(rows[field][row][inside & mask])
+    return {
+        document: np.concatenate(full.get(document, []) + rest.get(document, []))
+        for document in sorted(full.keys() | rest.keys())
+    }
 
 
 def command(
@@ -160,7 +211,12 @@ def command(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "XLA_FLAGS": flags, **(environment or {})},
+        env={
+            **os.environ,
+            **{name.upper(): str(value) for name, value in _COMPILATION.items()},
+            "XLA_FLAGS": flags,
+            **(environment or {}),
+        },
     )
 
 

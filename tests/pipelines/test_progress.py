@@ -1,0 +1,59 @@
+"""Progress: rate, time left, and lines where there is no terminal."""
+
+import time
+
+import pytest
+
+from pipelines import progress
+from pipelines.progress import clock, describe, watch
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0:00"), (9.6, "0:10"), (59.4, "0:59"), (60.0, "1:00"), (3599.6, "1:00:00"),
+     (3661.0, "1:01:01"), (360000.0, "100:00:00")],
+)  # fmt: skip
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_the_rate_counts_from_the_first_element_of_this_run():
+    # 4 of 10 were done when the clock started at 100 s; 2 more by 104 s: 2 s each, 4 to go.
+    assert describe(6, 10, (4, 100.0), 104.0, tokens=50.0) == "25 tokens/s, 0:08 left"
+    assert describe(6, 10, (4, 100.0), 104.0, tokens=0.0) == "0.5/s, 0:08 left"
+    assert describe(10, 10, (4, 100.0), 106.0, tokens=50.0) == "50 tokens/s, 0:00 left"
+
+
+def test_no_rate_is_invented():
+    assert describe(4, 10, (4, 100.0), 104.0, tokens=50.0) == "measuring the rate"
+    assert describe(5, 10, (4, 100.0), 100.0, tokens=50.0) == "measuring the rate"
+    # A receipt was removed meanwhile.
+    assert describe(3, 10, (4, 100.0), 104.0, tokens=50.0) == "measuring the rate"
+
+
+def test_without_a_terminal_the_last_count_is_a_line(capsys):
+    done = [3]
+    with watch("Scoring", lambda: done[0], before=3, total=5):
+        done[0] = 5
+    text = capsys.readouterr().err
+    assert text.splitlines()[-1].startswith("Scoring: 5/5, ")
+    assert "\x1b" not in text
+
+
+def test_counts_are_shown_while_the_work_is_under_way(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_COUNT", 0.001)
+    monkeypatch.setattr(progress, "_LOG", 0.0)
+    done = [0]
+    with watch("Scoring", lambda: done[0], before=0, total=5):
+        for _ in range(1000):
+            if capsys.readouterr().err.startswith("Scoring: 0/5, measuring the rate"):
+                break
+            time.sleep(0.001)
+        else:
+            raise AssertionError("no line was written")
+
+
+def test_an_error_of_the_work_goes_through_and_the_thread_ends(capsys):
+    with pytest.raises(RuntimeError, match="broken"), watch("x", lambda: 1, before=0, total=5):
+        raise RuntimeError("broken")
+    assert "x: 1/5" in capsys.readouterr().err
