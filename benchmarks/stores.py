@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as arrow_dataset
 import pyarrow.parquet as parquet
 import tensorstore as ts
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
@@ -96,10 +95,13 @@ def parquet_rows(folder: Path, arrays: Mapping[str, np.ndarray], group: int) -> 
         use_dictionary=False,
         write_statistics=False,
     )
-    stored = arrow_dataset.dataset(path, format="parquet")
+    file = parquet.ParquetFile(path, memory_map=True)
 
     def read(indices: np.ndarray) -> Arrays:
-        taken = stored.take(pa.array(indices)).combine_chunks()
+        # Only the row groups that hold a row of the batch; `Dataset.take` reads all of them.
+        groups, place = np.unique(indices // group, return_inverse=True)
+        table = file.read_row_groups(groups.tolist())
+        taken = table.take(pa.array(place * group + indices % group)).combine_chunks()
         values = {}
         for name, (dtype, shape) in shapes.items():
             column = taken.column(name)

@@ -12,7 +12,7 @@ from cache.encoding import encode_shard
 from cache.format import MANIFEST, Encoding
 from cache.manifest import Extent, Manifest, ReceiptEntry
 from cache.shards import create_arrays, write_shard
-from cache.statistics import Statistics, combine
+from cache.statistics import combine, statistics_of
 from cache.storage import Store
 
 # SmolLM2's vocabulary, and k and length of the goal in issue 2.
@@ -50,20 +50,9 @@ def write_cache(location: Path, shards: int, encoding: Encoding = ENCODING) -> N
 def write_manifest_alone(location: Path, shards: int, encoding: Encoding = ENCODING) -> None:
     """Writes the manifest of a finished cache of many shards, and empty files in their place."""
     rows = shards * encoding.rows_per_shard
-    counts = {"rows": rows, "tokens": rows * encoding.length, "labels": rows * encoding.length}
-    statistics = Statistics(
-        **counts,
-        exact_entries=counts["labels"] * encoding.k,
-        sampled_entries=0,
-        rows_without_labels=0,
-        label_logprobs=-2.5 * counts["labels"],
-        entropy=2.5 * counts["labels"],
-        exact_mass=tuple(0.9 * counts["labels"] for _ in encoding.temperatures),
-        exact_mass_histogram=tuple(
-            tuple(counts["labels"] if place == 90 else 0 for place in range(100))
-            for _ in encoding.temperatures
-        ),
-    )
+    # Of one row: only their number of rows has to be right.
+    small = replace(encoding, rows_per_shard=1)
+    statistics = statistics_of(encode_shard(*_shard(0, small), small), small)
     random = np.random.default_rng(0)
     entries = (
         ReceiptEntry(random.bytes(32).hex(), (shard * 300, shard * 300 + 301))
@@ -75,7 +64,7 @@ def write_manifest_alone(location: Path, shards: int, encoding: Encoding = ENCOD
         run="",
         extents=(Extent(0, shards, rows),),
         receipts=tuple(entries),
-        statistics=statistics,
+        statistics=replace(statistics, rows=rows),
         bytes=dict.fromkeys(encoding.arrays(), shards),
     )
     location.mkdir(parents=True)

@@ -105,10 +105,10 @@ def _check_arrays(
 
 
 def _check_finite(arrays: Mapping[str, np.ndarray], shard: int, first_row: int) -> None:
-    """Refuses what no statistics can be made of; a tail of -inf is none at all, and sound."""
+    """Refuses what is no number at a label; log-probs of -inf are probability 0, and sound."""
     label = arrays["label_mask"] == 1
     wrong = {
-        "label_logprobs": ~np.isfinite(arrays["label_logprobs"]),
+        "label_logprobs": ~(arrays["label_logprobs"] < np.inf),
         "entropy": ~np.isfinite(arrays["entropy"]),
         "tail_logprobs": np.isnan(arrays["tail_logprobs"]).any(axis=-1),
     }
@@ -118,8 +118,7 @@ def _check_finite(arrays: Mapping[str, np.ndarray], shard: int, first_row: int) 
             row, position = where[0].tolist()
             raise CacheError(
                 f"shard {shard}, row {first_row + row}, position {position}: {name} is "
-                f"{arrays[name][row, position]}, expected a finite number ({len(where)} such "
-                "places). Does the teacher give the true next token no probability at all?"
+                f"{arrays[name][row, position]}, expected a number ({len(where)} such places)."
             )
 
 

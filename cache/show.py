@@ -175,7 +175,7 @@ def _row(view: dict[str, Any]) -> str:
             f"segment {segment['segment']}: document {segment['document']}, positions "
             f"{first}-{end - 1}, {segment['labels']} labels{quality}"
         )
-        lines += [f"  | {line}" for line in segment["text"].splitlines()]
+        lines += [f"  | {_printable(line)}" for line in segment["text"].splitlines()]
     if view["padding"]:
         lines.append(f"{view['padding']} positions of padding")
     return "\n".join(lines)
@@ -205,6 +205,11 @@ def _position(view: dict[str, Any]) -> str:
     total = sum(entry["probability"] for entry in view["entries"])
     lines.append(f"  {total:11.6f}  in all")
     return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    """Text whose control characters a terminal does not obey."""
+    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
 
 
 def _numbers(numbers: Iterable[int]) -> str:

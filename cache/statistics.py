@@ -21,7 +21,15 @@ from cache.jsonfields import Fields
 # Bins of the histogram of the exact entries' mass, for its percentiles.
 BINS = 100
 
-_COUNTS = ("rows", "tokens", "labels", "exact_entries", "sampled_entries", "rows_without_labels")
+_COUNTS = (
+    "rows",
+    "tokens",
+    "labels",
+    "impossible_labels",
+    "exact_entries",
+    "sampled_entries",
+    "rows_without_labels",
+)
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,11 @@ class Statistics:
 
     Attributes:
       rows, tokens, labels: counts; tokens are positions that are not padding.
+      impossible_labels: labels that the teacher gives probability 0.
       exact_entries, sampled_entries: entries of each kind, over labels.
       rows_without_labels: rows that train nothing.
-      label_logprobs, entropy: sums over labels, nats at temperature 1.
+      label_logprobs, entropy: sums over labels, nats at temperature 1; the impossible ones
+        are left out of the first.
       exact_mass: per captured temperature, the sum over labels of the exact entries' mass.
       exact_mass_histogram: per captured temperature, counts of labels in `BINS` equal bins
         of that mass.
@@ -41,6 +51,7 @@ class Statistics:
     rows: int
     tokens: int
     labels: int
+    impossible_labels: int
     exact_entries: int
     sampled_entries: int
     rows_without_labels: int
@@ -80,7 +91,9 @@ class Statistics:
 
     @property
     def perplexity(self) -> float:
-        """The teacher's perplexity on the labels; NaN without labels."""
+        """The teacher's perplexity on the labels; NaN without labels, inf if one is impossible."""
+        if self.impossible_labels:
+            return math.inf
         return perplexity(self.label_logprobs, self.labels)
 
     @property
@@ -122,14 +135,17 @@ def statistics_of(arrays: Mapping[str, np.ndarray], encoding: Encoding) -> Stati
     bins = np.clip((mass * BINS).astype(np.int64), 0, BINS - 1)
     counts = arrays["exact_counts"][label].astype(np.int64)
     used = arrays["target_ids"][label] != encoding.no_id
+    logprobs = arrays["label_logprobs"][label]
+    possible = logprobs > -np.inf
     return Statistics(
         rows=len(label),
         tokens=int(np.count_nonzero(arrays["segments"])),
         labels=int(label.sum()),
+        impossible_labels=int(np.sum(~possible)),
         exact_entries=int(counts.sum()),
         sampled_entries=int(used.sum()) - int(counts.sum()),
         rows_without_labels=int(np.sum(~label.any(axis=1))),
-        label_logprobs=math.fsum(arrays["label_logprobs"][label].tolist()),
+        label_logprobs=math.fsum(logprobs[possible].tolist()),
         entropy=math.fsum(arrays["entropy"][label].tolist()),
         exact_mass=tuple(math.fsum(column.tolist()) for column in mass.T),
         exact_mass_histogram=tuple(

@@ -25,6 +25,17 @@ _FAILURES = (ValueError, NotImplementedError)
 _POOL_BYTES = 8 * 2**20
 
 
+# What to do next, by the prefix of TensorStore's error.
+_ADVICE = {
+    "RESOURCE_EXHAUSTED": "Free some space there, then run the same command again: what is "
+    "stored stays.",
+    "PERMISSION_DENIED": "Get permission for that place, or choose another one.",
+    "FAILED_PRECONDITION": "Choose another place.",
+    "NOT_FOUND": "Choose another place.",
+}
+_OTHER_ADVICE = "Check the place and the connection, then run the same command again."
+
+
 class StorageError(CacheError):
     """Storage refused an operation: no permission, disk full, connection lost."""
 
@@ -182,7 +193,10 @@ class Store:
     def _refused(self, verb: str, key: str, error: Exception) -> CacheError:
         if isinstance(error, CacheError):
             return error
-        return StorageError(f"cannot {verb} {self.location}/{key}: {error}")
+        reason = str(error)
+        found = [advice for prefix, advice in _ADVICE.items() if reason.startswith(prefix)]
+        advice = found[0] if found else _OTHER_ADVICE
+        return StorageError(f"cannot {verb} {self.location}/{key}: {reason}. {advice}")
 
     def open_array(self, folder: str, metadata: dict[str, Any] | None = None) -> Any:
         """Opens the Zarr v3 array in a folder such that a missing chunk is an error.

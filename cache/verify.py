@@ -18,7 +18,8 @@ from cache.format import ARRAYS, MANIFEST, TOKENIZER, receipt_key
 from cache.jsonfields import parse_object
 from cache.manifest import Manifest, read_manifest
 from cache.receipt import Receipt, data_digest
-from cache.shards import array_chunk_key, array_objects, finished_shards, read_receipts
+from cache.shards import array_objects, finished_shards
+from cache.soundness import check_receipts, damage_at
 from cache.statistics import Statistics, combine, statistics_of
 from cache.storage import Store
 
@@ -92,10 +93,9 @@ def verify(
     shards = list(shards)
     for start in range(0, len(shards), _BATCH):
         batch = shards[start : start + _BATCH]
-        receipts, broken = _receipts(store, manifest, batch)
+        receipts, broken = check_receipts(store, manifest, batch, manifest.stored_rows)
         damage += broken
-        damage += _size_damage(store, manifest, receipts)
-        unreadable = {item.shard for item in damage}
+        unreadable = {item.shard for item in broken}
         for number, shard in enumerate(batch):
             receipt = receipts.get(shard)
             if receipt is not None:
@@ -156,71 +156,6 @@ def _same_metadata(found: bytes | None, expected: bytes) -> bool:
     return group == known
 
 
-def _receipts(
-    store: Store, manifest: Manifest, shards: list[int]
-) -> tuple[dict[int, Receipt], list[Damage]]:
-    """The sound receipts of some shards, and what is wrong with the others."""
-    receipts, damage = {}, []
-    identity = manifest.identity
-    for shard, data in read_receipts(store, shards).items():
-        listed = manifest.receipts[shard] if manifest.state == "complete" else None
-        where: dict[str, Any] = {"shard": shard}
-        if listed is not None:
-            where |= {"rows": manifest.shard_rows(shard), "documents": listed.documents}
-        if data is None:
-            damage.append(Damage(f"{receipt_key(shard)} is missing", **where))
-            continue
-        try:
-            receipt = Receipt.from_bytes(data, receipt_key(shard))
-        except CacheError as error:
-            damage.append(Damage(str(error), **where))
-            continue
-        if listed is not None and hashlib.sha256(data).hexdigest() != listed.sha256:
-            damage.append(
-                Damage(f"{receipt_key(shard)} is not the one the manifest lists", **where)
-            )
-        elif receipt.shard != shard or (listed is not None and receipt.identity != identity):
-            damage.append(Damage(f"{receipt_key(shard)} belongs to something else", **where))
-        elif not _fits(receipt, manifest):
-            damage.append(Damage(f"{receipt_key(shard)} does not fit this cache", **where))
-        else:
-            receipts[shard] = receipt
-    return receipts, damage
-
-
-def _fits(receipt: Receipt, manifest: Manifest) -> bool:
-    """Whether a receipt has the arrays (others may stand beside them) and rows of its shard."""
-    encoding = manifest.encoding
-    first = receipt.shard * encoding.rows_per_shard
-    masses = (receipt.statistics.exact_mass, receipt.statistics.exact_mass_histogram)
-    return (
-        set(encoding.arrays()) <= set(receipt.arrays)
-        and receipt.rows[0] == first
-        and first < receipt.rows[1] <= first + encoding.rows_per_shard
-        and all(len(mass) == len(encoding.temperatures) for mass in masses)
-    )
-
-
-def _size_damage(
-    store: Store, manifest: Manifest, receipts: dict[int, Receipt]
-) -> Iterator[Damage]:
-    places = {
-        array_chunk_key(name, len(spec.inner) + 1, shard): (shard, name)
-        for name, spec in manifest.encoding.arrays().items()
-        for shard in receipts
-    }
-    sizes = {key: receipts[shard].arrays[name].bytes for key, (shard, name) in places.items()}
-    for key, reason in store.sizes_differ(sizes).items():
-        shard, name = places[key]
-        yield _at(receipts[shard], name, f"{key} {reason}")
-
-
-def _at(receipt: Receipt, name: str, reason: str) -> Damage:
-    return Damage(
-        reason, shard=receipt.shard, array=name, rows=receipt.rows, documents=receipt.documents
-    )
-
-
 def read_shard(store: Store, manifest: Manifest, receipt: Receipt) -> dict[str, Any]:
     """Every array of one shard; a ValueError in place of an array that cannot be read."""
     first, end = receipt.rows
@@ -244,24 +179,19 @@ def _data_damage(store: Store, manifest: Manifest, receipt: Receipt) -> Iterator
     for name, value in values.items():
         if isinstance(value, ValueError):
             whole = False
-            yield _at(receipt, name, str(value))
+            yield damage_at(receipt, name, str(value))
         elif data_digest(value) != receipt.arrays[name].sha256:
             whole = False
-            yield _at(receipt, name, "the data is not what the receipt's digest says")
+            yield damage_at(receipt, name, "the data is not what the receipt's digest says")
     if not whole:
         return
     documents = manifest.corpus.get("documents")
     found = list(inconsistencies(values, manifest.encoding, documents))
-    yield from (_at(receipt, name, reason) for name, reason in found)
+    yield from (damage_at(receipt, name, reason) for name, reason in found)
     if found:
         return
     if not _same_statistics(statistics_of(values, manifest.encoding), receipt.statistics):
-        yield Damage(
-            "the receipt's statistics are not those of the data",
-            shard=receipt.shard,
-            rows=receipt.rows,
-            documents=receipt.documents,
-        )
+        yield damage_at(receipt, None, "the receipt's statistics are not those of the data")
 
 
 def _same_statistics(one: Statistics, other: Statistics) -> bool:
@@ -276,7 +206,15 @@ def _same_statistics(one: Statistics, other: Statistics) -> bool:
 def _repair(
     store: Store, manifest: Manifest, generation: bytes, damage: list[Damage]
 ) -> tuple[int, ...]:
+    changed = CacheError(
+        f"the manifest of {store.location} changed while it was verified; verify again"
+    )
+    if store.read_versioned(MANIFEST)[1] != generation:
+        raise changed
     shards = sorted({item.shard for item in damage if item.shard is not None})
+    # Receipts first: stopped in between, the cache is one that lacks receipts, which is seen.
+    for shard in shards:
+        store.delete(receipt_key(shard))
     if manifest.state == "complete":
         reopened = replace(
             manifest,
@@ -289,9 +227,5 @@ def _repair(
             bytes={},
         )
         if not store.replace(MANIFEST, reopened.to_bytes(), generation):
-            raise CacheError(
-                f"the manifest of {store.location} changed while it was verified; verify again"
-            )
-    for shard in shards:
-        store.delete(receipt_key(shard))
+            raise changed
     return tuple(shards)

@@ -14,7 +14,7 @@ from jaxtyping import Float32, UInt8
 from decoder.config import DecoderConfig
 from decoder.errors import DecoderError
 
-_BLOCK_BYTES = 1 << 24  # of stored bytes: what is hashed or converted at a time
+_BLOCK_BYTES = 1 << 22  # of stored bytes: what is hashed or converted at a time
 
 
 @dataclass(frozen=True)

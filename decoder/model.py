@@ -29,14 +29,20 @@ INITIAL_SCALE = 0.02  # standard deviation of random weights, as in the family's
 _ACTIVATIONS = {"silu": jax.nn.silu}
 
 
+def _initial(shape: tuple[int, int], dtype: DTypeLike, rngs: nnx.Rngs | None) -> Array:
+    """Random normal weights; zeros without random numbers, to be filled from a checkpoint."""
+    if rngs is None:
+        return jnp.zeros(shape, dtype)
+    return jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(INITIAL_SCALE, dtype)
+
+
 class Linear(nnx.Module):
     """`x @ weight.T + bias`; weight [outputs, inputs], as checkpoints store it."""
 
     def __init__(
-        self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
+        self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
-        scale = jnp.asarray(INITIAL_SCALE, dtype)
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), (outputs, inputs), dtype) * scale)
+        self.weight = nnx.Param(_initial((outputs, inputs), dtype, rngs))
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
 
     def __call__(self, inputs: Float[Array, "length inputs"]) -> Float[Array, "length outputs"]:
@@ -61,7 +67,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         self.head_dim = config.head_dim
@@ -88,7 +94,7 @@ class Attention(nnx.Module):
 class GatedMLP(nnx.Module):
     """`down(activation(gate(x)) * up(x))`: SwiGLU when the activation is silu."""
 
-    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
         options: dict[str, Any] = {"bias": config.mlp_bias, "dtype": dtype, "rngs": rngs}
         self.activation = config.activation
         self.gate = Linear(config.width, config.mlp_width, **options)
@@ -101,7 +107,7 @@ class GatedMLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
         self.attention_norm = RMSNorm(config.width, config.norm_epsilon, dtype=dtype)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.width, config.norm_epsilon, dtype=dtype)
@@ -119,11 +125,10 @@ class Layer(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    def __init__(self, vocabulary: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        scale = jnp.asarray(INITIAL_SCALE, dtype)
-        self.weight = nnx.Param(
-            jax.random.normal(rngs.params(), (vocabulary, width), dtype) * scale
-        )
+    def __init__(
+        self, vocabulary: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None
+    ) -> None:
+        self.weight = nnx.Param(_initial((vocabulary, width), dtype, rngs))
 
     def __call__(self, tokens: Integer[Array, "length"]) -> Float[Array, "length width"]:
         """Rows of the table; an id outside it gives NaN, never another token's row."""
@@ -138,10 +143,11 @@ class Decoder(nnx.Module):
     """Tokens to hidden states, and hidden states to logits.
 
     `layers` is a plain list, so that single layers can be replaced or dropped.
+    With `rngs` None all weights are zeros, to be filled from a checkpoint.
     """
 
     def __init__(
-        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
+        self, config: DecoderConfig, *, rngs: nnx.Rngs | None, dtype: DTypeLike = jnp.float32
     ) -> None:
         self.config = config
         self.embedding = Embedding(config.vocabulary, config.width, dtype=dtype, rngs=rngs)

@@ -56,9 +56,7 @@ def load_decoder(checkpoint: Checkpoint, dtype: str) -> tuple[Decoder, dict[str,
 
     Tensors are read one at a time: the host holds the model and one tensor.
     """
-    abstract = nnx.eval_shape(
-        lambda: Decoder(checkpoint.config, rngs=nnx.Rngs(0), dtype=DTYPES[dtype])
-    )
+    abstract = nnx.eval_shape(lambda: Decoder(checkpoint.config, rngs=None, dtype=DTYPES[dtype]))
     graphdef, state = nnx.split(abstract)
     variables = {parameter_name(path): variable for path, variable in nnx.to_flat_state(state)}
     _check(checkpoint, {name: variable.shape for name, variable in variables.items()})

@@ -9,18 +9,17 @@ from dataclasses import dataclass, replace
 from apache_beam.utils.shared import Shared
 
 import cache
-from cache.errors import CacheError
 from cache.format import MANIFEST, PARTS, RUNS, receipt_key
 from cache.manifest import Extent, ReceiptEntry
 from cache.receipt import Receipt
 from cache.runlog import FAILED, RunLog, read_events
 from cache.shards import (
-    array_chunk_key,
     check_run,
     create_arrays,
     finished_shards,
     read_receipts,
 )
+from cache.soundness import check_receipts
 from cache.statistics import combine
 from pipelines.begin import begin
 from pipelines.corpus import combine_digests, part_ranges
@@ -165,37 +164,14 @@ def _sound_shards(plan: Plan, total: int) -> set[int]:
 
     The receipts of others are removed, so that they are scored again.
     """
-    identity = plan.manifest.identity
-    specs = plan.manifest.encoding.arrays()
-    sound, sizes = {}, {}
-    stale = finished_shards(plan.store) - set(range(total))
-    have = sorted(finished_shards(plan.store) & set(range(total)))
-    for shard, data in read_receipts(plan.store, have).items():
-        receipt = _parse(data, receipt_key(shard))
-        ours = receipt and (receipt.shard, receipt.identity, set(receipt.arrays))
-        if receipt is None or ours != (shard, identity, set(specs)):
-            stale.add(shard)
-            continue
-        sound[shard] = receipt
-        for name, stored in receipt.arrays.items():
-            sizes[array_chunk_key(name, len(specs[name].inner) + 1, shard)] = (shard, stored.bytes)
-    broken = plan.store.sizes_differ({key: size for key, (_, size) in sizes.items()})
-    for key, reason in broken.items():
-        shard = sizes[key][0]
-        _say(f"Shard {shard} is scored again: {key} {reason}.")
-        stale.add(shard)
-        sound.pop(shard, None)
-    for shard in sorted(stale):
+    have = finished_shards(plan.store)
+    ours = sorted(have & set(range(total)))
+    sound, damage = check_receipts(plan.store, plan.manifest, ours, plan.rows)
+    for item in damage:
+        _say(f"Scored again: {item}.")
+    for shard in sorted(have - set(sound)):
         plan.store.delete(receipt_key(shard))
     return set(sound)
-
-
-def _parse(data: bytes | None, key: str) -> Receipt | None:
-    try:
-        return Receipt.from_bytes(data or b"", key)
-    except CacheError as error:
-        _say(f"A receipt is made anew: {error}.")
-        return None
 
 
 def _run_stage(
@@ -264,8 +240,8 @@ def _finish(plan: Plan, laid: Sequence[PartReceipt]) -> cache.Cache:
         statistics=combine(statistics, len(encoding.temperatures)),
         bytes=sizes,
     )
-    check_run(store, plan.run)
     _, generation = store.read_versioned(MANIFEST)
+    check_run(store, plan.run)
     if not store.replace(MANIFEST, complete.to_bytes(), generation):
         raise CaptureError(
             f"the manifest of {store.location} was changed by another run at the very end. Run "

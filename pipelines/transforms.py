@@ -37,7 +37,9 @@ class WorkerError(Exception):
     """A user's error on its way through Beam; `user_text` finds its text again."""
 
     def __init__(self, text: str):
-        super().__init__(f"{_MARK}{json.dumps(text)}{_MARK}")
+        # Beam makes an exception anew from its own text and where it was raised.
+        marked = _MARK in text
+        super().__init__(text if marked else f"{_MARK}{json.dumps(text)}{_MARK}")
 
 
 def user_text(error: BaseException) -> str | None:

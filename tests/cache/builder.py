@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from cache.encoding import encode_shard, padding_rows
+from cache.errors import Damage
 from cache.format import MANIFEST, TOKENIZER, Encoding, receipt_key
 from cache.manifest import Extent, Manifest, ReceiptEntry
 from cache.receipt import Receipt
-from cache.shards import create_arrays, read_receipts, write_shard
+from cache.shards import array_chunk_key, create_arrays, read_receipts, write_shard
 from cache.statistics import combine
 from cache.storage import Store
+from cache.verify import Report
 from tests.models import write_tiny_tokenizer
 
 # The tiny tokenizer's first id that stands for a printable byte ("!").
@@ -284,3 +286,23 @@ def same(found: np.ndarray, expected: np.ndarray) -> bool:
         and found.shape == expected.shape
         and np.ascontiguousarray(found).tobytes() == np.ascontiguousarray(expected).tobytes()
     )
+
+
+def shard_file(built: Built, name: str, shard: int) -> Path:
+    """The file of one array of one shard."""
+    rank = len(built.encoding.arrays()[name].inner) + 1
+    return built.path / array_chunk_key(name, rank, shard)
+
+
+def one_shards_damage(
+    report: Report, built: Built, shard: int, name: str | None = None
+) -> list[Damage]:
+    """Checks that all damage is of one shard (and array), with its rows and documents."""
+    assert not report.sound
+    for item in report.damage:
+        assert item.shard == shard
+        assert item.rows == built.manifest.shard_rows(shard)
+        assert item.documents == built.manifest.receipts[shard].documents
+        if name is not None:
+            assert item.array == name
+    return list(report.damage)

@@ -123,10 +123,24 @@ def test_a_shard_that_does_not_exist_is_refused(tmp_path: Path, shard: int) -> N
     assert store.list() == before
 
 
+def test_an_impossible_label_is_stored_and_counted(tmp_path: Path) -> None:
+    encoding = make_encoding()
+    store, manifest = _prepare(tmp_path, encoding)
+    arrays = _shard(encoding, 1)
+    row, position = np.argwhere(arrays["label_mask"] == 1)[5].tolist()
+    others = arrays["label_logprobs"][arrays["label_mask"] == 1].astype(np.float64).sum()
+    others -= float(arrays["label_logprobs"][row, position])
+    arrays["label_logprobs"][row, position] = -np.inf
+    receipt = write_shard(store, manifest, 1, 10, arrays)
+    assert receipt.statistics.impossible_labels == 1
+    assert receipt.statistics.label_logprobs == pytest.approx(others)
+    assert receipt.statistics.perplexity == np.inf
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("label_logprobs", -np.inf),
+        ("label_logprobs", np.inf),
         ("label_logprobs", np.nan),
         ("entropy", np.nan),
         ("entropy", np.inf),

@@ -80,7 +80,7 @@ def error(layout: str, model: Decoder | None = None, length: int = 256, **option
 def with_config(model: Decoder, **changes: object) -> Decoder:
     """The same parameters in a model whose configuration differs."""
     config = dataclasses.replace(model.config, **changes)  # pyright: ignore[reportArgumentType]
-    other = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    other = nnx.eval_shape(lambda: Decoder(config, rngs=None))
     return nnx.merge(nnx.graphdef(other), nnx.state(model))
 
 
@@ -205,7 +205,7 @@ def test_nothing_leaks_between_documents_or_from_the_future() -> None:
 def tiny(**changes) -> Decoder:
     """A small random model; shared between tests, so not to be changed."""
     config = dataclasses.replace(TINY, **changes)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=None)))
     random = np.random.default_rng(0)
     values = jax.tree.map(
         lambda one: jnp.asarray(random.normal(size=one.shape) * 0.3, one.dtype), state

@@ -60,12 +60,12 @@ def transformers_model(path: Path) -> Any:
 
 
 def test_log_probabilities() -> None:
-    """To 1e-3 over the whole vocabulary at 700 positions of real text."""
+    """To 1e-3 over the whole vocabulary at 500 positions of real text."""
     import torch
 
     path = smollm2_path()
-    tokens = real_tokens(700)
-    assert len(tokens) == 700
+    tokens = real_tokens(500)
+    assert len(tokens) == 500
     reference = transformers_model(path)
     with torch.no_grad():
         logits = reference(torch.tensor(tokens.astype(np.int64))[None]).logits[0]
@@ -79,8 +79,9 @@ def test_log_probabilities() -> None:
         return jax.nn.log_softmax(model.unembed(model(tokens, jnp.ones_like(order), order)))
 
     got = np.asarray(score(state, jnp.asarray(tokens)))
-    assert np.abs(got - expected).max() < 1e-3
-    labels = got[np.arange(699), tokens[1:]]
+    difference = np.abs(got - expected).max()
+    assert difference < 1e-3, f"{difference:.1e}"
+    labels = got[np.arange(499), tokens[1:]]
     assert -3 < labels.mean() < -0.5  # it does predict this text
 
 

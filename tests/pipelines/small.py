@@ -200,23 +200,22 @@ def per_document(opened: cache.Cache, field: str) -> dict[int, np.ndarray]:
     }
 
 
-def command(
-    words: Sequence[str], *, devices: int = 1, environment: dict[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """Starts the `stillroom` command in a process group of its own."""
+def environment(devices: int = 1, **more: str) -> dict[str, str]:
+    """What a command is started with: its devices, and what other runs have compiled."""
     flags = f"--xla_force_host_platform_device_count={devices}"
+    compiled = {name.upper(): str(value) for name, value in _COMPILATION.items()}
+    return {**os.environ, **compiled, "XLA_FLAGS": flags, **more}
+
+
+def command(words: Sequence[str], devices: int = 1, **more: str) -> subprocess.Popen[str]:
+    """Starts the `stillroom` command in a process group of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "stillroom", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={
-            **os.environ,
-            **{name.upper(): str(value) for name, value in _COMPILATION.items()},
-            "XLA_FLAGS": flags,
-            **(environment or {}),
-        },
+        env=environment(devices, **more),
     )
 
 

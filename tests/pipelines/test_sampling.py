@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pipelines import sampling
 from pipelines.sampling import position_bits
 from pipelines.targets import TargetSettings, select_targets
 
@@ -307,3 +308,33 @@ def test_offsets_are_uniform():
         counts = np.bincount(word >> 24, minlength=256)
         expected = len(words) / 256
         assert ((counts - expected) ** 2 / expected).sum() < 256 + 6 * np.sqrt(2 * 256)
+
+
+def test_an_interval_of_the_top_k_holds_one_point_at_most():
+    rng = np.random.default_rng(0)
+    bits, n = 4, 6  # units small enough to try every offset
+    unit = 2**bits
+    wanted = rng.integers(1, n + 1, size=2000)
+    lengths = rng.integers(0, unit + 4, size=(2000, n))  # rounding may have made some too long
+    lengths[:1000] = unit - rng.integers(-1, 2, size=(1000, n))
+    lengths = np.where(np.arange(n)[None, :] >= n - wanted[:, None], lengths, 0)
+    beyond = rng.integers(0, 2 * unit, size=2000)
+    total = (wanted * unit).astype(np.int32)
+    ends, start = sampling._top_intervals(
+        jnp.asarray(lengths, jnp.int32), jnp.asarray(beyond, jnp.int32), total, jnp.int32(unit)
+    )
+    ends, start = np.asarray(ends), np.asarray(start)
+    in_head = np.arange(n)[None, :] < n - wanted[:, None]
+    assert (ends[in_head] <= 0).all()
+    steps = np.diff(np.maximum(ends, 0), axis=1, prepend=0)
+    assert (steps >= 0).all()
+    assert (steps <= unit).all()
+    np.testing.assert_array_equal(start, np.maximum(total - beyond, 0))
+    np.testing.assert_array_equal(ends[:, -1], start)
+    hits = np.zeros_like(steps)
+    for offset in range(unit):
+        below = np.asarray(sampling._points_below(ends, np.int32(offset), bits))
+        points = np.arange(n)[None, None, :] * unit + offset
+        np.testing.assert_array_equal(below, (points < ends[:, :, None]).sum(axis=2))
+        hits += np.diff(below, axis=1, prepend=0)
+    np.testing.assert_array_equal(hits, steps)

@@ -1,0 +1,67 @@
+"""The teacher of a worker: the right one, one shape, and no probability for what is no token."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from pipelines.begin import begin
+from pipelines.errors import TeacherError
+from pipelines.plan import Plan
+from pipelines.teacher import Teacher, loads
+from tests.models import write_tiny_teacher
+from tests.pipelines import small
+
+
+def plan(folder: Path, **changes: Any) -> Plan:
+    started = begin(small.options(folder, **changes))
+    assert isinstance(started, Plan)
+    return started
+
+
+def score(teacher: Teacher, rows: np.ndarray) -> dict[str, np.ndarray]:
+    padded = np.zeros((teacher.batch, rows.shape[1]), np.int32)
+    padded[: len(rows)] = rows
+    segments = np.zeros_like(padded)
+    segments[: len(rows)] = 1
+    targets = teacher.score(padded, segments, np.arange(teacher.batch, dtype=np.int32))
+    return {name: np.asarray(x)[: len(rows)] for name, x in targets._asdict().items()}
+
+
+def test_a_teacher_that_is_not_the_manifests_is_refused(tmp_path):
+    made = plan(tmp_path)
+    before = loads()
+    write_tiny_teacher(tmp_path / "teacher", seed=1)
+    with pytest.raises(TeacherError, match="is not the one the cache was begun with"):
+        Teacher(made)
+    assert loads() == before + 1
+
+
+def test_a_micro_batch_has_its_rows_on_every_device(tmp_path):
+    made = plan(tmp_path, micro_batch=3)
+    assert Teacher(made).batch == 3 * jax.local_device_count()
+
+
+def test_ids_that_no_token_has_get_no_probability(tmp_path):
+    made = plan(tmp_path, tail="none", k=300)
+    rows = np.random.default_rng(0).integers(3, 300, (2, 16)).astype(np.int32)
+    whole = score(Teacher(made), rows)
+    likely = np.bincount(whole["ids"][:, :, 0].ravel(), minlength=300).argmax()
+    holes = (int(likely), 299)
+    cut = score(Teacher(replace(made, holes=holes)), rows)
+    assert not np.isin(cut["ids"], holes).any()
+    assert (cut["exact_counts"] == 298).all()
+    # The others share what was the holes', in the same proportions.
+    for row, position in [(0, 0), (1, 7), (0, 15)]:
+        before = dict(
+            zip(whole["ids"][row, position], whole["logprobs"][row, position], strict=True)
+        )
+        after = dict(
+            zip(cut["ids"][row, position, :298], cut["logprobs"][row, position, :298], strict=True)
+        )
+        lost = np.log1p(-sum(np.exp(np.float64(before[hole])) for hole in holes))
+        for token, logprob in after.items():
+            assert logprob == pytest.approx(before[token] - lost, abs=1e-5)
