@@ -18,7 +18,7 @@ demo: $(VENV)/.installed $(VENV)/.teacher
 	PATH="$(abspath $(BIN)):$$PATH" TOKENS=$(TOKENS) DEMO=$(DEMO) bash examples/demo.sh
 
 test: $(VENV)/.dev $(VENV)/.teacher
-	$(BIN)/python -m pytest -m "not slow and not parity" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not parity" $(ARGS)
 
 slow: $(VENV)/.dev $(VENV)/.teacher
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -40,6 +40,11 @@ NO_DOCUMENT = 0xFFFFFFFF
 # uint32 ids with the largest kept free; a limit far above any tokenizer's.
 MOST_VOCABULARY = 2**31
 
+# Of blosc's zstd. Measured on SmolLM2: 3 stores 4 % less than 1 and decodes as fast.
+_LEVEL = 3
+# Shuffling bytes makes ids larger: whole ids repeat, their bytes alone tell less.
+_UNSHUFFLED = ("tokens", "target_ids")
+
 Logprobs = Literal["float32", "float16", "rounded"]
 Tail = Literal["none", "sampled"]
 
@@ -67,18 +72,18 @@ class ArraySpec:
         fill: Any = self.fill
         if isinstance(fill, float) and math.isnan(fill):
             fill = "NaN"
+        itemsize = np.dtype(self.dtype).itemsize
         little = {"name": "bytes", "configuration": {"endian": "little"}}
-        if np.dtype(self.dtype).itemsize == 1:
+        if itemsize == 1:
             little = {"name": "bytes"}
+        unshuffled = itemsize == 1 or self.name in _UNSHUFFLED
         blosc = {
             "cname": "zstd",
-            "clevel": 1,
-            "shuffle": "shuffle",
-            "typesize": np.dtype(self.dtype).itemsize,
+            "clevel": _LEVEL,
+            "shuffle": "noshuffle" if unshuffled else "shuffle",
+            "typesize": itemsize,
             "blocksize": 0,
         }
-        if blosc["typesize"] == 1:
-            blosc["shuffle"] = "noshuffle"
         sharding = {
             "chunk_shape": [1, *self.inner],
             "codecs": [little, {"name": "blosc", "configuration": blosc}, {"name": "crc32c"}],

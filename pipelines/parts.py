@@ -25,6 +25,8 @@ from pipelines.encode import Tokenizer, encode_documents
 from pipelines.errors import CaptureError
 from pipelines.layout import Accounting, LayoutSettings, lay_rows
 
+# Counts of what encoding left out.
+_LEFT_OUT = ("dropped_bytes", "documents_with_dropped_bytes", "doubled_specials")
 _ROW_ARRAYS = ("tokens", "segments", "documents", "label_mask")
 # Parts whose rows a process keeps: shards go through parts in order.
 _KEPT = 2
@@ -43,6 +45,7 @@ class PartReceipt:
       accounting: where every token went.
       dropped_bytes: bytes of text that the tokenizer has no token for.
       documents_with_dropped_bytes: documents that have such bytes.
+      doubled_specials: start and end tokens left out because a text brought its own.
     """
 
     part: int
@@ -53,6 +56,7 @@ class PartReceipt:
     accounting: Accounting
     dropped_bytes: int
     documents_with_dropped_bytes: int
+    doubled_specials: int
 
     def to_bytes(self) -> bytes:
         return canonical(
@@ -63,8 +67,7 @@ class PartReceipt:
                 "digest": self.digest,
                 "sha256": self.sha256,
                 "accounting": self.accounting.to_json(),
-                "dropped_bytes": self.dropped_bytes,
-                "documents_with_dropped_bytes": self.documents_with_dropped_bytes,
+                **{name: getattr(self, name) for name in _LEFT_OUT},
             }
         )
 
@@ -82,8 +85,7 @@ class PartReceipt:
             digest=fields.text("digest"),
             sha256=fields.text("sha256"),
             accounting=Accounting.from_json(fields.object("accounting")),
-            dropped_bytes=fields.integer("dropped_bytes"),
-            documents_with_dropped_bytes=fields.integer("documents_with_dropped_bytes"),
+            **{name: fields.integer(name) for name in _LEFT_OUT},
         )
 
 
@@ -144,8 +146,7 @@ def lay_part(
         digest=digest_documents(texts),
         sha256=hashlib.sha256(data).hexdigest(),
         accounting=rows.accounting,
-        dropped_bytes=encoded.dropped_bytes,
-        documents_with_dropped_bytes=encoded.documents_with_dropped_bytes,
+        **{name: getattr(encoded, name) for name in _LEFT_OUT},
     )
     store.write(part_key(part), data)
     store.write(part_receipt_key(part), receipt.to_bytes())
@@ -221,8 +222,5 @@ def total_accounting(receipts: Sequence[PartReceipt]) -> dict[str, Any]:
     total = sum((receipt.accounting for receipt in receipts), Accounting())
     return {
         **total.to_json(),
-        "dropped_bytes": sum(receipt.dropped_bytes for receipt in receipts),
-        "documents_with_dropped_bytes": sum(
-            receipt.documents_with_dropped_bytes for receipt in receipts
-        ),
+        **{name: sum(getattr(receipt, name) for receipt in receipts) for name in _LEFT_OUT},
     }

@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -25,12 +26,12 @@ from apache_beam.runners.portability.fn_api_runner.worker_handlers import (
 from apache_beam.transforms.environments import Environment, python_sdk_capabilities
 from google.protobuf import text_format
 
-from pipelines.transforms import WorkerError
-
 _URN = "stillroom:environment:process:v1"
 # Seconds that an idle worker has to end by itself, and between looks at what waits for a
 # dead one.
 _PATIENCE, _LOOK = 30.0, 0.2
+
+_deaths: dict[str, int] = {}
 
 
 class ProcessEnvironment(Environment):
@@ -84,31 +85,42 @@ class ProcessHandler(GrpcWorkerHandler):
     def _watch(self) -> None:
         """Answers every request to a worker that died with an error."""
         code = self._process.wait()
-        error = WorkerError(
-            f"a worker process died (exit code {code}); it may have run out of memory. Run the "
-            "same command again, with fewer --workers: it goes on where it stopped."
-        )
+        if self._closing.is_set():
+            return
+        _deaths[self.worker_id] = code
+        waiting = self.control_conn._futures_by_id
         while not self._closing.wait(_LOOK):
-            waiting = self.control_conn._futures_by_id
             for instruction in list(waiting):
                 future = waiting.pop(instruction, None)
                 if future is not None:
                     future.set(
                         beam_fn_api_pb2.InstructionResponse(
-                            instruction_id=instruction, error=str(error)
+                            instruction_id=instruction, error="its worker died"
                         )
                     )
 
     def close(self) -> None:
+        # Beam closes its workers in a `finally`.
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception):
+            # Perhaps for want of a worker whose streams broke before its end was seen.
+            with suppress(subprocess.TimeoutExpired):
+                _deaths[self.worker_id] = self._process.wait(_LOOK)
         self._closing.set()
-        if sys.exc_info()[0] is None:
+        if error is None:
             self.control_conn.push(BeamFnControlServicer._DONE_MARKER)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_PATIENCE)
-        # Beam closes its workers in a `finally`: if an exception is on its way, what they
-        # still do is in vain.
+        # With an error on its way, what a worker still does is in vain.
         self._process.kill()
         self._process.wait()
         self.control_conn.close()
         with suppress(grpc.RpcError):
             self.data_conn.close()
+
+
+@contextmanager
+def worker_deaths() -> Iterator[dict[str, int]]:
+    """Exit codes, by id, of workers that ended though nobody ended them; filled as it happens."""
+    _deaths.clear()
+    yield _deaths

@@ -13,9 +13,9 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from apache_beam.runners.runner import create_runner
 
 from pipelines.errors import CaptureError
-from pipelines.processes import ProcessEnvironment
+from pipelines.processes import ProcessEnvironment, worker_deaths
 from pipelines.transforms import user_text
-from pipelines.worker import quiet_streams
+from pipelines.worker import quiet_beam
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,21 @@ def run_pipeline(build: Callable[[Any], Any], settings: RunnerSettings) -> None:
                 f"--runner {settings.name} cannot be used: {error}. Use local, or a Beam runner "
                 "whose packages are installed (pip install 'stillroom[dask]' or [gcp])."
             ) from error
-    with quiet_streams():
+    with quiet_beam(), worker_deaths() as deaths:
         try:
             with beam.Pipeline(runner=runner, options=options) as root:
                 build(root)
         except Exception as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                # In this process, Beam makes an error of its own of it.
+                raise KeyboardInterrupt from error
             text = user_text(error)
+            if deaths:
+                text = (
+                    f"a worker process died (exit code {next(iter(deaths.values()))}); it may have "
+                    "run out of memory. Run the same command again, with fewer --workers: it goes "
+                    "on where it stopped."
+                )
             if text is None:
                 raise
             raise CaptureError(text) from error

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from pipelines.errors import CaptureError
 from pipelines.sampling import BLOCK, MAX_DRAWS, beyond_top, draw_tail, head_counts
 
 
@@ -33,12 +34,12 @@ class TargetSettings:
         _check_whole("chunk", self.chunk, 1, 2**31 - 1)
         _check_whole("seed", self.seed, 0, 2**32 - 1)
         if self.tail not in ("none", "sampled"):
-            raise ValueError(f'tail is {self.tail!r}; allowed are "none" and "sampled"')
+            raise CaptureError(f'tail is {self.tail!r}; allowed are "none" and "sampled"')
         _check_temperatures(self.temperatures, self.tail)
         if self.tail == "sampled":
             _check_whole("exact", self.exact, 1, self.k, "k")
             if self.k - self.exact > MAX_DRAWS:
-                raise ValueError(
+                raise CaptureError(
                     f"k - exact is {self.k - self.exact} sampled entries per position; "
                     f"at most {MAX_DRAWS} are allowed: lower k or raise exact"
                 )
@@ -266,21 +267,23 @@ def _sample(blocks, ranking, possible, block_mass, settings, bits):
 def _check_whole(name: str, found: object, least: int, most: int, most_name: str = "") -> None:
     if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
         limit = f"{most} ({most_name})" if most_name else f"{most}"
-        raise ValueError(f"{name} is {found!r}; allowed are whole numbers from {least} to {limit}")
+        raise CaptureError(
+            f"{name} is {found!r}; allowed are whole numbers from {least} to {limit}"
+        )
 
 
 def _check_temperatures(found: tuple[float, ...], tail: str) -> None:
     rule = "allowed are finite numbers above 0, strictly ascending"
     if not isinstance(found, tuple) or not found:
-        raise ValueError(f"temperatures is {found!r}; expected a tuple of at least one; {rule}")
+        raise CaptureError(f"temperatures is {found!r}; expected a tuple of at least one; {rule}")
     for value in found:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"temperatures holds {value!r}; {rule}")
+            raise CaptureError(f"temperatures holds {value!r}; {rule}")
         if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"temperatures holds {value!r}; {rule}")
+            raise CaptureError(f"temperatures holds {value!r}; {rule}")
     if any(a >= b for a, b in itertools.pairwise(found)):
-        raise ValueError(f"temperatures is {found!r}; {rule}")
+        raise CaptureError(f"temperatures is {found!r}; {rule}")
     if tail == "sampled" and len(found) != 1:
-        raise ValueError(
+        raise CaptureError(
             f"temperatures is {found!r}; a sampled tail allows exactly one, the capture temperature"
         )

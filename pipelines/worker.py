@@ -16,39 +16,49 @@ from contextlib import contextmanager
 
 
 def end_with(owner: int) -> None:
-    """Ends this process within a second of the end of another one."""
+    """Ends this process within a second of the end of its parent, process `owner`."""
 
     def watch() -> None:
-        while True:
-            try:
-                os.kill(owner, 0)
-            except ProcessLookupError:
-                os._exit(1)
+        # An ended process that nobody has waited for still exists, but has no children.
+        while os.getppid() == owner:
             time.sleep(1)
+        os._exit(1)
 
     threading.Thread(target=watch, name="end-with-owner", daemon=True).start()
 
 
+# Beam tells on these of every stream whose other end is gone, and once more of errors that
+# are raised as well.
+_LOGGERS = (
+    "apache_beam.runners.common",
+    "apache_beam.runners.worker.data_plane",
+    "apache_beam.runners.worker.sdk_worker",
+    "apache_beam.runners.worker.sdk_worker_main",
+)
+
+
 @contextmanager
-def quiet_streams() -> Iterator[None]:
-    """Keeps Beam's threads from printing a traceback for a stream whose other end is gone."""
+def quiet_beam() -> Iterator[None]:
+    """Keeps Beam from printing tracebacks of what it raises, and of streams that ended."""
     import grpc
 
     before = threading.excepthook
-    logger = logging.getLogger("apache_beam.runners.worker.data_plane")
-    level = logger.level
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
 
     def hook(arguments: threading.ExceptHookArgs) -> None:
         if not isinstance(arguments.exc_value, grpc.RpcError):
             before(arguments)
 
     threading.excepthook = hook
-    logger.setLevel(logging.CRITICAL)
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
         threading.excepthook = before
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def main() -> None:
@@ -58,8 +68,7 @@ def main() -> None:
     import grpc
     from apache_beam.runners.worker import sdk_worker_main
 
-    logging.getLogger(sdk_worker_main.__name__).disabled = True
-    with quiet_streams():
+    with quiet_beam():
         try:
             sdk_worker_main.main([])
         except grpc.RpcError:

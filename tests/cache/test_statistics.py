@@ -84,6 +84,7 @@ def _random(seed: int, temperatures: int = 2) -> Statistics:
                 "rows",
                 "tokens",
                 "labels",
+                "impossible_labels",
                 "exact_entries",
                 "sampled_entries",
                 "rows_without_labels",

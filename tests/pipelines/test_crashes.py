@@ -238,10 +238,10 @@ def test_a_failed_write_after_the_forward_pass_names_the_object(made, monkeypatc
 
 @pytest.fixture
 def tiny_disk(tmp_path) -> Iterator[Path]:
-    """A file system of its own, of 192 KiB."""
+    """A file system of its own, of one MiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=192k", "tmpfs", str(place)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("mounting a file system needs root; full disks are also tested without")
     yield place
@@ -250,7 +250,7 @@ def tiny_disk(tmp_path) -> Iterator[Path]:
 
 def test_a_real_disk_that_is_full(made, whole, tiny_disk):
     ballast = tiny_disk / "ballast"
-    ballast.write_bytes(b"\1" * 100_000)
+    ballast.write_bytes(b"\1" * 850_000)
     with pytest.raises((CacheError, PipelineError)) as error:
         small.capture(made, tiny_disk / "cache", **SETTINGS)
     text = str(error.value)

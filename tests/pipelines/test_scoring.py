@@ -16,6 +16,7 @@ from pipelines.scoring import (
     positions_from_segments,
     replicate,
     score_row,
+    spread,
     teacher_functions,
 )
 from pipelines.targets import TargetSettings
@@ -302,3 +303,18 @@ def test_another_shape_is_refused(change, message):
     scorer = make_scorer(TEACHER, SETTINGS, 24, 2, jax.devices()[:2])
     with pytest.raises(ValueError, match=message):
         scorer(parameters(), *change(*rows_of(4, 24)))
+
+
+def test_one_teacher_spread_over_devices_agrees_with_a_copy_on_one():
+    params, devices = parameters(), jax.local_devices()[:4]
+    batch = rows_of(4, 24)
+    spread_out = spread(params, devices)
+    assert all(not x.sharding.is_fully_replicated for x in jax.tree.leaves(spread_out))
+    whole = make_scorer(TEACHER, EXACT, 24, 4, devices[:1])
+    divided = make_scorer(TEACHER, EXACT, 24, 4, devices, sharded=True)
+    one = as_numpy(whole(replicate(params, devices[:1]), *batch))
+    other = as_numpy(divided(spread_out, *batch))
+    assert other.ids.shape == (4, 24, EXACT.k)
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    np.testing.assert_allclose(one.tail_logprobs, other.tail_logprobs, atol=1e-5)
+    np.testing.assert_allclose(one.entropy, other.entropy, atol=1e-5)
