@@ -35,9 +35,10 @@ def agree(store: Store, wanted: Manifest, corpus: Corpus) -> Manifest:
     differences = list(_differences(store, found, wanted, corpus))
     if differences:
         lines = "\n".join(f"  {line}" for line in differences)
+        unfinished = ", or delete this unfinished one" if found.state == "open" else ""
         raise CaptureError(
             f"the cache {store.location} was made otherwise than you ask now:\n{lines}\n"
-            "Ask for the same, or choose another --out. Nothing was changed."
+            f"Ask for the same, or choose another --out{unfinished}. Nothing was changed."
         )
     if found.state == "complete":
         return found

@@ -29,9 +29,9 @@ from pipelines.parts import PartSettings
 from pipelines.plan import Plan, corpus_settings, layout_settings
 from pipelines.sampling import MAX_DRAWS
 
-# Libraries whose releases may decide the last bits of a log-prob.
 # Raised when the same settings begin to mean other targets.
 TARGETS_VERSION = 1
+# Libraries that the manifest names the releases of.
 _SOFTWARE = ("jax", "jaxlib", "flax", "numpy", "tensorstore")
 
 

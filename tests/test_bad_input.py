@@ -183,7 +183,7 @@ def test_a_tokenizer_wider_than_the_head(capsys, folder):
         "Document 0 holds token",
         "ends at 279",
     )
-    assert "part 3: Document " in message
+    assert "part 2: Document " in message
     small.write_corpus(folder / "bytes.jsonl", ["q1 z2 x3 j4", "Qx Zy Jq"])
     words = {**words, "dataset": folder / "bytes.jsonl", "vocabulary": 280}
     assert stillroom.main(precompute(folder, "fits", **words)) == 0

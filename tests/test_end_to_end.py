@@ -375,7 +375,9 @@ def test_the_installed_command_captures_from_another_folder(tmp_path):
         (tmp_path / name).write_text("raise SystemExit('shadowed')")
     script = Path(sys.executable).parent / "stillroom"
     settings = small.options(tmp_path)
-    line = small.command_words(settings, dataset="corpus.jsonl", teacher="teacher", out="made")
+    line = small.command_words(
+        settings, dataset="corpus.jsonl", teacher="teacher", out="made", documents_per_part=99
+    )
     environment = small.environment(devices=1)
     done = subprocess.run(
         [str(script), *line, "--workers", "2"],

@@ -25,6 +25,8 @@ from tests.pipelines import small
 # Small, for there is a run and a rerun for every operation.
 SETTINGS = {"rows_per_shard": 5, "documents_per_part": 5}
 DOCUMENTS = 11
+# All that changes storage; `create` is a `replace`.
+OPERATIONS = ("write", "replace", "delete", "delete_folder")
 
 
 class Crash(BaseException):
@@ -82,7 +84,7 @@ class Operations:
 
     def __init__(self, patch: pytest.MonkeyPatch, last: int, when: str, fault: BaseException):
         self.count, self.last, self.fault = 0, last, fault
-        for name in ("write", "replace", "delete", "delete_folder"):
+        for name in OPERATIONS:
             patch.setattr(Store, name, self._counted(getattr(Store, name), when))
 
     def _counted(self, real: Callable[..., Any], when: str) -> Callable[..., Any]:
@@ -132,37 +134,57 @@ def check_rerun(made: Path, out: Path, whole: dict[str, bytes]) -> None:
     assert small.stored(out) == whole
 
 
-@pytest.mark.parametrize("when", ["after", "before"])
-def test_a_crash_at_every_operation(made, whole, monkeypatch, when):
+def test_a_stop_before_and_after_every_operation(made, whole, monkeypatch):
+    """What is on storage before the first operation and after each; a stop before one is a stop
+    after the one before it, for whatever the command still held in memory is gone."""
     folder = fast_folder()
     try:
-        total = count_operations(made, monkeypatch, folder)
-        assert total > 60
-        assert small.stored(folder / "counted") == whole
-        for last in range(1, total + 1):
-            out = folder / f"cache-{last}"
-            with monkeypatch.context() as patch:
-                Operations(patch, last, when, Crash())
-                with pytest.raises(Crash):
-                    small.capture(made, out, **SETTINGS)
-            check_rerun(made, out, whole)
-            shutil.rmtree(out)
+        stops = 0
+        (folder / "stop-0").mkdir()
+
+        def keep(real: Callable[..., Any]) -> Callable[..., Any]:
+            def operation(store: Store, *arguments: Any) -> Any:
+                nonlocal stops
+                result = real(store, *arguments)
+                stops += 1
+                shutil.copytree(folder / "made", folder / f"stop-{stops}")
+                return result
+
+            return operation
+
+        with monkeypatch.context() as patch:
+            for name in OPERATIONS:
+                patch.setattr(Store, name, keep(getattr(Store, name)))
+            small.capture(made, folder / "made", **SETTINGS)
+        assert stops > 60
+        assert small.stored(folder / "made") == whole
+        for stop in range(stops + 1):
+            check_rerun(made, folder / f"stop-{stop}", whole)
     finally:
         shutil.rmtree(folder)
 
 
-def test_a_disk_that_is_full_at_every_operation(made, whole, monkeypatch):
+@pytest.mark.parametrize(
+    ("when", "first", "fault"),
+    [
+        ("before", 1, Crash()),
+        ("after", 3, Crash()),
+        ("before", 2, Full("RESOURCE_EXHAUSTED: No space left on device")),
+    ],
+    ids=["crash before", "crash after", "full disk"],
+)
+def test_a_fault_at_every_third_operation(made, whole, monkeypatch, when, first, fault):
+    """The command itself meets the fault, with its threads, and cannot do anything any more."""
     folder = fast_folder()
     try:
         total = count_operations(made, monkeypatch, folder)
-        for last in range(1, total + 1):
+        for last in range(first, total + 1, 3):
             out = folder / f"cache-{last}"
             with monkeypatch.context() as patch:
-                Operations(
-                    patch, last, "before", Full("RESOURCE_EXHAUSTED: No space left on device")
-                )
-                with pytest.raises((CacheError, PipelineError), match="No space left on device"):
+                Operations(patch, last, when, fault)
+                with pytest.raises((Crash, CacheError, PipelineError)) as error:
                     small.capture(made, out, **SETTINGS)
+            assert isinstance(error.value, Crash) or "Free some space there" in str(error.value)
             check_rerun(made, out, whole)
             shutil.rmtree(out)
     finally:
@@ -273,13 +295,15 @@ def work(tmp_path_factory) -> Path:
     """A folder with a bigger corpus, and what a command with one worker makes of it."""
     folder = tmp_path_factory.mktemp("work")
     small.options(folder)
-    small.write_corpus(folder / "corpus.jsonl", small.texts(120))
+    small.write_corpus(folder / "corpus.jsonl", small.texts(90))
     finish(start(folder, "whole", workers=1))
     return folder
 
 
 def start(work: Path, out: str, workers: int = 2) -> subprocess.Popen[str]:
-    return small.command(small.command_words(small.options(work, out), workers=workers))
+    # One part: laid by the command itself, so that its workers are started once.
+    words = small.command_words(small.options(work, out), workers=workers, documents_per_part=90)
+    return small.command(words)
 
 
 def finish(command: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
@@ -346,9 +370,9 @@ def test_a_command_that_is_killed_three_times(work):
 
 
 @pytest.mark.usefixtures("with_beam")
-def test_a_worker_that_is_killed_ends_the_command(work):
-    out = work / "worker"
-    command = start(work, "worker")
+def test_a_command_whose_worker_is_killed_and_that_is_then_interrupted(work):
+    out = work / "stopped"
+    command = start(work, "stopped")
     wait_for(command, lambda: len(receipts(out)) >= 1)
     everyone = processes(command)
     os.kill(worker_processes(command)[0].pid, signal.SIGKILL)
@@ -357,24 +381,31 @@ def test_a_worker_that_is_killed_ends_the_command(work):
     assert "Run the same command again, with fewer --workers" in errors
     assert "Traceback" not in errors
     assert_gone(everyone)
-    finish(start(work, "worker", workers=1))
+
+    before = len(receipts(out))
+    interrupt(start(work, "stopped"), lambda: len(receipts(out)) > before)
+    done = receipts(out)
+    finish(start(work, "stopped"))
+    assert not done & set(small.scored_shards(out, small.runs(out)[-1]))
     assert small.stored(out) == small.stored(work / "whole")
 
 
 @pytest.mark.usefixtures("with_beam")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_command_that_is_interrupted(work, workers):
-    """Ctrl-C reaches the whole process group of the terminal."""
-    out = work / f"interrupted-{workers}"
-    command = start(work, out.name, workers)
-    wait_for(command, lambda: len(receipts(out)) >= 1)
+def test_a_command_without_workers_that_is_interrupted(work):
+    out = work / "interrupted"
+    interrupt(start(work, out.name, workers=1), lambda: len(receipts(out)) >= 1)
+    done = receipts(out)
+    finish(start(work, out.name, workers=1))
+    assert not done & set(small.scored_shards(out, small.runs(out)[-1]))
+    assert small.stored(out) == small.stored(work / "whole")
+
+
+def interrupt(command: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+    """Ctrl-C, which reaches the whole process group of the terminal."""
+    wait_for(command, reached)
     everyone = processes(command)
     os.killpg(command.pid, signal.SIGINT)
     _, errors = finish(command, code=130)
     assert "Stopped. Run the same command again: it goes on where it stopped." in errors
     assert "Traceback" not in errors
     assert_gone(everyone)
-    done = receipts(out)
-    finish(start(work, out.name, workers))
-    assert not done & set(small.scored_shards(out, small.runs(out)[-1]))
-    assert small.stored(out) == small.stored(work / "whole")
