@@ -16,12 +16,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from cache.errors import CacheError, Damage, DamageError
-from cache.format import FORMAT, MANIFEST, VERSION, Encoding
+from cache.format import ARRAYS, FORMAT, MANIFEST, RECEIPTS, VERSION, Encoding
 from cache.jsonfields import Fields, as_span, digest, parse_object
 from cache.statistics import Statistics
 from cache.storage import Store
 
 State = Literal["open", "complete"]
+
+_RESTORE = "Restore the manifest from a copy, or capture again into a new folder."
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,10 @@ class Manifest:
           DamageError: the content is not what its digest says.
         """
         what = f"the manifest {where}/{MANIFEST}"
-        content = parse_object(data, what)
+        try:
+            content = parse_object(data, what)
+        except CacheError as error:
+            raise CacheError(f"{error}. {_RESTORE}") from error
         fields = Fields(content, what)
         if content.get("format") != FORMAT:
             raise CacheError(
@@ -216,7 +221,7 @@ class Manifest:
         if digest(content) != stated:
             raise DamageError(
                 [Damage(f"{MANIFEST} was changed: its content does not have the digest it states")],
-                "Restore the manifest from a copy, or capture again into a new folder.",
+                _RESTORE,
             )
         return cls._from_fields(fields, what)
 
@@ -298,4 +303,6 @@ def _what_is_there(store: Store) -> str:
     if not local.is_dir():
         return "It is a file; a cache is a folder."
     names: Sequence[str] = sorted(path.name for path in local.iterdir())[:5]
+    if ARRAYS in names and RECEIPTS in names:
+        return f"But it holds {ARRAYS}/ and {RECEIPTS}/: a cache that lost it. {_RESTORE}"
     return f"It holds: {', '.join(names) or 'nothing'}. Check the path."

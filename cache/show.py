@@ -108,6 +108,8 @@ def _summary(view: dict[str, Any]) -> str:
     if shards["missing"]:
         lines.append(f"missing: shards {_numbers(shards['missing'])}")
     lines += [f"damaged: {item}" for item in shards["damaged"][:_LISTED]]
+    if view["state"] != "open" and (shards["missing"] or shards["damaged"]):
+        lines.append("broken: `stillroom verify` tells all that is wrong and how to repair it")
     if view["state"] == "open":
         lines.append("not finished: run the same `stillroom precompute` again")
     return "\n".join(lines)
@@ -195,7 +197,7 @@ def _position(view: dict[str, Any]) -> str:
         f"next token {label['text']!r} (id {label['id']}): probability "
         f"{label['probability']:.4f}, {rank}; entropy {view['entropy']:.3f} nats",
         f"entries at temperature {view['temperature']:g}:",
-        "  probability  kind        id  token",
+        "       weight  kind        id  token",
     ]
     lines += [
         f"  {entry['probability']:11.6f}  {entry['kind']:<7} {entry['id']:>6}  {entry['text']!r}"
@@ -204,6 +206,8 @@ def _position(view: dict[str, Any]) -> str:
     ]
     total = sum(entry["probability"] for entry in view["entries"])
     lines.append(f"  {total:11.6f}  in all")
+    if any(entry["kind"] == "sampled" for entry in view["entries"]):
+        lines.append("an exact weight is the token's probability; sampled ones share the rest")
     return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ def agree(store: Store, wanted: Manifest, corpus: Corpus) -> Manifest:
     Raises:
       CaptureError: the cache there was made otherwise; names everything that differs.
     """
-    if store.create(MANIFEST, wanted.to_bytes()):
+    if store.read(MANIFEST) is None and store.create(MANIFEST, wanted.to_bytes()):
         return wanted
     found, generation = read_manifest(store)
     differences = list(_differences(store, found, wanted, corpus))

@@ -78,8 +78,7 @@ class PrecomputeOptions:
 
     # Targets.
     k: int = 32
-    """Entries per position. 32, 8 of them exact, trains as well as the full distribution
-    (design: measured on a real teacher) at about 75 bytes per token."""
+    """Entries per position. 32, 8 of them exact, takes about 80 bytes per token."""
     exact: int = 8
     """With a sampled tail: at least so many entries are the exact most likely tokens."""
     tail: Literal["sampled", "none"] = "sampled"

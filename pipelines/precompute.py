@@ -142,8 +142,8 @@ def _score_shards(plan: Plan) -> int:
     pending = [shard for shard in range(total) if shard not in done]
     if pending:
         _say(
-            f"Scoring {len(pending)} of {total} shards of {encoding.rows_per_shard} rows. "
-            f"Each of {plan.options.workers} process(es) loads the teacher once."
+            f"Scoring {len(pending)} of {total} shards of {encoding.rows_per_shard} rows, "
+            f"{len(done)} are done; processes that load the teacher: {plan.options.workers}."
         )
     _run_stage(
         plan,

@@ -20,7 +20,7 @@ from cache.storage import StorageError
 from decoder.errors import DecoderError
 from decoder.tokenizer import load_tokenizer
 from pipelines.corpus import open_corpus
-from pipelines.errors import PipelineError
+from pipelines.errors import PipelineError, TeacherError
 from pipelines.parts import PartRows, lay_part
 from pipelines.plan import Plan
 from pipelines.shards import score_rows
@@ -107,6 +107,13 @@ class LayPart(_Stage):
             lambda: load_tokenizer(options.tokenizer or options.teacher, revision),
             tag="tokenizer",
         )
+        expected = self._plan.manifest.tokenizer["fingerprint"]
+        if self._tokenizer.fingerprint != expected:
+            raise TeacherError(
+                f"the tokenizer that this worker loaded has fingerprint "
+                f"{self._tokenizer.fingerprint[:12]}…, the cache was begun with "
+                f"{expected[:12]}…. Every worker needs the same files."
+            )
         self._corpus = open_corpus(self._plan.corpus)
 
     def _work(self, element: int) -> None:

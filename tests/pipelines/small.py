@@ -108,6 +108,7 @@ def share_teachers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Teacher]:
                 settings.length,
                 settings.micro_batch,
                 settings.precision,
+                settings.shard_teacher,
                 plan.holes,
             ]
         )

@@ -103,6 +103,7 @@ SETTINGS = [
     ({"rows_per_shard": 5}, "rows-per-shard: the cache has 6, you ask for 5"),
     ({"documents_per_part": 5}, "documents-per-part: the cache has 6, you ask for 5"),
     ({"vocabulary": 299}, "vocabulary: the cache has 300, you ask for 299"),
+    ({"shard_teacher": True}, "teacher-devices: the cache has 1, you ask for 8"),
     ({"limit": 19}, "corpus: the cache is of 20 documents, yours has 19"),
     ({"column": "other"}, "corpus: of the documents 0-5 at least one is another"),
 ]

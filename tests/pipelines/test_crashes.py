@@ -345,12 +345,11 @@ def assert_gone(left: list[psutil.Process]) -> None:
 
 
 @pytest.mark.usefixtures("with_beam")
-def test_a_command_that_is_killed_three_times(work):
-    """While workers load, after some receipts, and at a moment by chance."""
+def test_a_command_that_is_killed_twice(work):
+    """While workers load, and at a moment by chance."""
     out = work / "killed"
     moments: list[Callable[[subprocess.Popen[str]], bool]] = [
         lambda command: (out / "arrays/zarr.json").exists() and len(worker_processes(command)) == 2,
-        lambda command: len(receipts(out)) >= 3,
         lambda command: len(receipts(out)) >= random.randrange(5, 15),
     ]
     for reached in moments:
@@ -362,7 +361,7 @@ def test_a_command_that_is_killed_three_times(work):
         assert_gone(everyone)
         assert json.loads((out / "manifest.json").read_text())["state"] == "open"
     done = receipts(out)
-    assert len(done) >= 3
+    assert len(done) >= 5
     finish(start(work, "killed"))
     last = small.runs(out)[-1]
     assert not done & set(small.scored_shards(out, last))

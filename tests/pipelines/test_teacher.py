@@ -65,3 +65,22 @@ def test_ids_that_no_token_has_get_no_probability(tmp_path):
         lost = np.log1p(-sum(np.exp(np.float64(before[hole])) for hole in holes))
         for token, logprob in after.items():
             assert logprob == pytest.approx(before[token] - lost, abs=1e-5)
+
+
+def test_a_teacher_spread_over_devices_scores_as_one_on_each(tmp_path):
+    settings = {"tail": "none", "k": 20, "micro_batch": 2}
+    rows = np.random.default_rng(1).integers(3, 300, (2, 16)).astype(np.int32)
+    whole = score(Teacher(plan(tmp_path, **settings)), rows)
+    spread = Teacher(plan(tmp_path, out="other", shard_teacher=True, **settings))
+    assert spread.batch == 2
+    held = [
+        {shard.data.size for shard in leaf.addressable_shards}
+        for leaf in jax.tree.leaves(spread._parameters)
+    ]
+    sizes = [leaf.size for leaf in jax.tree.leaves(spread._parameters)]
+    # Each device holds an eighth of what is big.
+    assert max(max(parts) for parts in held) <= max(sizes) / jax.local_device_count()
+    parts = score(spread, rows)
+    np.testing.assert_array_equal(parts["ids"], whole["ids"])
+    np.testing.assert_allclose(parts["logprobs"], whole["logprobs"], atol=1e-5)
+    np.testing.assert_allclose(parts["tail_logprobs"], whole["tail_logprobs"], atol=1e-5)
