@@ -1,5 +1,6 @@
 """The stages: small to send, one teacher per process, errors that find their way to the user."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -164,19 +165,28 @@ def test_the_revision_is_the_teachers_alone(tmp_path, monkeypatch):
     from dataclasses import replace
 
     asked = []
+    made = plan(tmp_path)
+    real = transforms.load_tokenizer(made.options.teacher)
 
-    class Loaded: ...
-
-    def load(source: str, revision: str | None) -> Loaded:
+    def load(source: str, revision: str | None) -> Any:
         asked.append((source, revision))
-        return Loaded()
+        return real
 
     monkeypatch.setattr(transforms, "load_tokenizer", load)
-    made = plan(tmp_path)
     for tokenizer in (None, "own"):
         options = replace(made.options, teacher_revision="abc", tokenizer=tokenizer)
         stage_of(LayPart, replace(made, options=options))
     assert asked == [(made.options.teacher, "abc"), ("own", None)]
+
+
+def test_a_worker_with_another_tokenizer_is_refused(tmp_path):
+    made = plan(tmp_path)
+    folder = tmp_path / "teacher"
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True}))
+    with pytest.raises(WorkerError) as error:
+        LayPart(made, Shared()).setup()
+    assert "the tokenizer that this worker loaded has fingerprint" in (user_text(error.value) or "")
 
 
 def test_fifty_lengths_compile_once(tmp_path, monkeypatch):
