@@ -6,6 +6,8 @@
         dataset="corpus.jsonl", teacher="models/teacher", out="cache"))
     cache = stillroom.open("cache")
     batch = cache.rows([0, 1, 2])
+    stillroom.train(stillroom.TrainOptions(
+        cache="cache", student="models/student", out="runs/first"))
 
 Names are imported when first used, so that looking into a cache imports neither JAX nor Beam.
 """
@@ -31,6 +33,11 @@ if TYPE_CHECKING:
     from pipelines.errors import PipelineError
     from pipelines.options import PrecomputeOptions
     from pipelines.precompute import Outcome, precompute
+    from student.errors import StudentError
+    from student.evaluation import Evaluation
+    from student.options import EvaluateOptions, ExportOptions, TrainOptions
+    from student.train import Trained, train
+    from student.trained import evaluate, export
 
 __version__ = "0.1.0"
 
@@ -39,15 +46,24 @@ _HOMES = {
     "CacheError": "cache.errors",
     "DamageError": "cache.errors",
     "DecoderError": "decoder.errors",
+    "EvaluateOptions": "student.options",
+    "Evaluation": "student.evaluation",
+    "ExportOptions": "student.options",
     "InspectOptions": "cache.options",
     "Outcome": "pipelines.precompute",
     "PipelineError": "pipelines.errors",
     "PrecomputeOptions": "pipelines.options",
     "Report": "cache.verify",
+    "StudentError": "student.errors",
+    "TrainOptions": "student.options",
+    "Trained": "student.train",
     "VerifyOptions": "cache.options",
+    "evaluate": "student.trained",
+    "export": "student.trained",
     "inspect": "cache.summary",
     "open": "cache.reader",
     "precompute": "pipelines.precompute",
+    "train": "student.train",
     "verify": "cache.verify",
 }
 
@@ -56,16 +72,25 @@ __all__ = [
     "CacheError",
     "DamageError",
     "DecoderError",
+    "EvaluateOptions",
+    "Evaluation",
+    "ExportOptions",
     "InspectOptions",
     "Outcome",
     "PipelineError",
     "PrecomputeOptions",
     "Report",
+    "StudentError",
+    "TrainOptions",
+    "Trained",
     "VerifyOptions",
+    "evaluate",
+    "export",
     "inspect",
     "main",
     "open",
     "precompute",
+    "train",
     "verify",
 ]
 
@@ -83,11 +108,14 @@ def __dir__() -> list[str]:
 _USAGE = """\
 usage: stillroom COMMAND …
 
-Run a teacher over a corpus once, keep what students need of it, look at it any time.
+Run a teacher over a corpus once, keep what students need of it, train any number of students.
 
   precompute   run a teacher over a corpus into a cache; resumes
   inspect      look into a cache: summary, a shard, a row, a position
   verify       check a cache: quickly, or every byte
+  train        train a student from a cache; resumes
+  evaluate     measure a trained student on rows that it never saw
+  export       write a trained student as a Hugging Face folder
 
 `stillroom COMMAND --help` shows a command's options. `--debug` shows tracebacks.
 """
@@ -136,8 +164,9 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from cache.errors import CacheError
     from decoder.errors import DecoderError
     from pipelines.errors import PipelineError
+    from student.errors import StudentError
 
-    return CacheError, DecoderError, PipelineError, OSError
+    return CacheError, DecoderError, PipelineError, StudentError, OSError
 
 
 def _precompute(words: list[str]) -> int:
@@ -189,6 +218,61 @@ def _verify(words: list[str]) -> int:
     return 0 if report.sound else 1
 
 
+def _train(words: list[str]) -> int:
+    from student.options import TrainOptions
+
+    options = _parse(TrainOptions, "train", words)
+    from student.display import table
+    from student.train import train
+
+    trained = train(options)
+    done = f"{trained.steps:,} steps" if trained.steps else "already complete"
+    print(f"{trained.run}: {done}")
+    if trained.evaluations:
+        print(table(trained.evaluations))
+    print(f"Checkpoints, metrics.jsonl and evaluations.jsonl are in {trained.run}.")
+    return 0
+
+
+def _evaluate(words: list[str]) -> int:
+    from student.options import EvaluateOptions
+
+    options = _parse(EvaluateOptions, "evaluate", words)
+    from student.display import table
+    from student.trained import evaluate
+
+    step, found = evaluate(options, _say)
+    line = {"step": step, **found.to_json()}
+    if options.json:
+        print(json.dumps(line, indent=1))
+        return 0
+    print(f"{options.run}, step {step}: {found.labels:,} labels of {found.rows:,} held-out rows")
+    print(table([line]))
+    print(f"KL over what the cache holds ({found.kl_kind})")
+    if found.kl_full is not None:
+        print(f"KL over the whole vocabulary: {found.kl_full:.4f}")
+    print(f"the teacher's own perplexity: {found.teacher_perplexity:,.2f}")
+    return 0
+
+
+def _export(words: list[str]) -> int:
+    from student.options import ExportOptions
+
+    options = _parse(ExportOptions, "export", words)
+    from student.trained import export
+
+    trained = export(options)
+    for warning in trained.warnings:
+        _say(f"Warning: {warning}.")
+    print(f"{options.out}: the student of {options.run} after step {trained.step}")
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 _Options = TypeVar("_Options")
 
 
@@ -213,7 +297,14 @@ def _shard_progress(shown: bool) -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-_COMMANDS = {"precompute": _precompute, "inspect": _inspect, "verify": _verify}
+_COMMANDS = {
+    "precompute": _precompute,
+    "inspect": _inspect,
+    "verify": _verify,
+    "train": _train,
+    "evaluate": _evaluate,
+    "export": _export,
+}
 
 
 if __name__ == "__main__":

@@ -141,22 +141,56 @@ def weights(
             "the distribution at another temperature cannot be computed from it. "
             "Use a captured temperature, or capture again with this one."
         )
-    label = (arrays["label_mask"] == 1)[..., None]
-    tail_index = encoding.temperatures.index(temperature)
-    tail = arrays["tail_logprobs"][..., tail_index, None].astype(np.float64)
-    tail_mass = np.exp(np.where(label, tail, -np.inf))
-    head_mass = -np.expm1(np.where(label, tail, -np.inf))
+    found, _ = entry_weights(
+        arrays["label_mask"] == 1,
+        arrays["target_ids"],
+        arrays["target_logprobs"].astype(np.float64),
+        arrays["exact_counts"],
+        arrays["tail_logprobs"][..., encoding.temperatures.index(temperature)].astype(np.float64),
+        temperature,
+        encoding.no_id,
+    )
+    return found.astype(np.float32)
 
-    slot = np.arange(encoding.k)
-    counts = np.where(label, arrays["exact_counts"][..., None], 0)
-    exact = slot < counts
-    scaled = np.where(exact, arrays["target_logprobs"].astype(np.float64) / temperature, -np.inf)
-    top = np.max(scaled, axis=-1, keepdims=True, initial=-1e300)
-    unnormalised = np.exp(scaled - top)
+
+def entry_weights(
+    label: Any,
+    ids: Any,
+    logprobs: Any,
+    exact_counts: Any,
+    tail_logprobs: Any,
+    temperature: float,
+    no_id: int,
+    xp: Any = np,
+) -> tuple[Any, Any]:
+    """The formula of `weights`, for arrays of numpy or of JAX, in the log-probs' precision.
+
+    Args:
+      label: bool [...]: where there is a label; elsewhere all weights are 0.
+      ids: [..., k], `no_id` where there is no entry.
+      logprobs: float32 or float64 [..., k], natural log, temperature 1.
+      exact_counts: integers [...].
+      tail_logprobs: as `logprobs`, [...]: log of the mass outside the exact entries at
+        `temperature`.
+      temperature: where the tail's mass was captured.
+      no_id: the encoding's.
+      xp: numpy, or jax.numpy.
+
+    Returns:
+      Weights [..., k] of the log-probs' type, and which of the entries are exact, bool.
+    """
+    k = ids.shape[-1]
+    label = label[..., None]
+    tail = xp.where(label, tail_logprobs[..., None], -xp.inf)
+    slot = xp.arange(k, dtype=xp.int32).reshape((1,) * (ids.ndim - 1) + (k,))
+    exact = label & (slot < exact_counts[..., None].astype(xp.int32))
+    scaled = xp.where(exact, logprobs / temperature, -xp.inf)
+    top = xp.maximum(scaled.max(axis=-1, keepdims=True), -1e30)
+    unnormalised = xp.exp(scaled - top)
     total = unnormalised.sum(axis=-1, keepdims=True)
-    head = head_mass * unnormalised / np.where(total > 0, total, 1)
+    head = -xp.expm1(tail) * unnormalised / xp.where(total > 0, total, 1)
 
-    sampled = label & ~exact & (arrays["target_ids"] != encoding.no_id)
-    drawn = sampled.sum(axis=-1, keepdims=True)
-    threshold = tail_mass / np.maximum(drawn, 1)
-    return np.where(exact, head, np.where(sampled, threshold, 0.0)).astype(np.float32)
+    sampled = label & ~exact & (ids != ids.dtype.type(no_id))
+    drawn = sampled.sum(axis=-1, keepdims=True).astype(head.dtype)
+    threshold = xp.exp(tail) / xp.maximum(drawn, 1)
+    return xp.where(exact, head, xp.where(sampled, threshold, 0.0)), exact

@@ -146,12 +146,30 @@ class Cache:
         Raises:
           DamageError: it is missing, or is not the one that was stored.
         """
-        data = self._store.read(f"{TOKENIZER}/tokenizer.json")
-        files = self.manifest.tokenizer.get("files", {})
-        if data is None or hashlib.sha256(data).hexdigest() != files.get("tokenizer.json"):
-            state = "is missing" if data is None else "was changed"
-            raise DamageError([Damage(f"{TOKENIZER}/tokenizer.json {state}")], REPAIR)
+        data = self._tokenizer_files(["tokenizer.json"])["tokenizer.json"]
         return Tokenizer.from_str(data.decode())
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Every file of the teacher's tokenizer, its settings and template included, by name.
+
+        Raises:
+          DamageError: a file is missing, or is not what was stored.
+        """
+        files = self.manifest.tokenizer.get("files", {})
+        return self._tokenizer_files(sorted({"tokenizer.json", *files}))
+
+    def _tokenizer_files(self, names: Sequence[str]) -> dict[str, bytes]:
+        digests = self.manifest.tokenizer.get("files", {})
+        keys = [f"{TOKENIZER}/{name}" for name in names]
+        files, damage = {}, []
+        for name, key, data in zip(names, keys, self._store.read_many(keys), strict=True):
+            if data is None or hashlib.sha256(data).hexdigest() != digests.get(name):
+                damage.append(Damage(f"{key} {'is missing' if data is None else 'was changed'}"))
+            else:
+                files[name] = data
+        if damage:
+            raise DamageError(damage, REPAIR)
+        return files
 
     def stored_rows(
         self, indices: Sequence[int] | Integer[np.ndarray, "batch"] | slice

@@ -1,4 +1,4 @@
-"""Teachers: models of the Llama family in Flax NNX, their strict loading, their tokenizers.
+"""Models of the Llama family in Flax NNX, their strict loading and saving, their tokenizers.
 
     from decoder import load_model, load_tokenizer
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from decoder.config import DecoderConfig, RopeScaling
-    from decoder.config_json import from_hugging_face
+    from decoder.config_json import from_hugging_face, to_hugging_face
     from decoder.errors import DecoderError
     from decoder.loading import (
         LoadedModel,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         load_model,
     )
     from decoder.model import Decoder
+    from decoder.saving import save_folder
     from decoder.source import Source, resolve
     from decoder.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 
@@ -44,6 +45,8 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "resolve",
+    "save_folder",
+    "to_hugging_face",
 ]
 
 _HOMES = {
@@ -62,6 +65,8 @@ _HOMES = {
     "load_model": "loading",
     "load_tokenizer": "tokenizer",
     "resolve": "source",
+    "save_folder": "saving",
+    "to_hugging_face": "config_json",
 }
 
 

@@ -1,4 +1,4 @@
-"""Reading a `DecoderConfig` from a parsed config.json, strictly.
+"""A `DecoderConfig` from a parsed config.json, strictly, and a config.json from it.
 
 Whatever stands there and could change the model's numbers but is not understood
 is an error that names the field; a key with the value null counts as absent, as
@@ -10,6 +10,7 @@ from typing import Any
 
 from decoder.config import ACTIVATIONS, DecoderConfig, RopeScaling
 from decoder.errors import DecoderError
+from decoder.tokenizer import Tokenizer
 
 # Keys that say how a checkpoint was trained, saved or sampled from, not what
 # numbers its forward pass gives.
@@ -154,6 +155,65 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
         output_bias=bias,
         mlp_bias=_flag(present, "mlp_bias", False),
     )
+
+
+def to_hugging_face(
+    config: DecoderConfig, tokenizer: Tokenizer | None = None, dtype: str = "float32"
+) -> dict[str, Any]:
+    """The config.json of a decoder; `from_hugging_face` gives the decoder again.
+
+    The rotary keys are the old ones, which every release of transformers reads. Ids of special
+    tokens that are not known are null: without the key, transformers would assume 1 and 2.
+    `dtype` is that of the weights beside it.
+    Raises `DecoderError` for what a config.json of this family cannot say.
+    """
+    if config.qkv_bias != config.output_bias:
+        raise DecoderError(
+            "a config.json has one field, attention_bias, for all biases of the attention; this "
+            f"model has qkv_bias {config.qkv_bias} and output_bias {config.output_bias}. Give it "
+            "biases of zeros where it has none"
+        )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.activation,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_scaling(config.rope_scaling),
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
+        "eos_token_id": None if tokenizer is None else tokenizer.eos_id,
+        "torch_dtype": dtype,
+    }
+
+
+def _rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if scaling.kind == "divisors":
+        raise DecoderError(
+            "a config.json cannot say the rotary scaling 'divisors' (one divisor per frequency, "
+            "as GGUF files have it). Start from the original model's folder instead of its GGUF "
+            "file: its config.json has the rule that the divisors come from"
+        )
+    group = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        group |= {
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    return group
 
 
 def numeric_part(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ float32 throughout, bfloat16 in bfloat16 with float32 accumulation, norms,
 softmax, rotary angles and logits.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -124,6 +125,13 @@ class Layer(nnx.Module):
         return inputs + self.mlp(self.mlp_norm(inputs))
 
 
+def _rematerialised(layer: Layer) -> Callable[..., Array]:
+    """The layer as a function whose activations are computed again for its gradient."""
+    graphdef, state = nnx.split(layer)
+    again = jax.checkpoint(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs))
+    return lambda *inputs: again(state, *inputs)
+
+
 class Embedding(nnx.Module):
     def __init__(
         self, vocabulary: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None
@@ -164,19 +172,23 @@ class Decoder(nnx.Module):
         tokens: Integer[Array, "length"],
         segments: Integer[Array, "length"],
         positions: Integer[Array, "length"],
+        *,
+        remat: bool = False,
     ) -> Float[Array, "length width"]:
         """Hidden states of one row after the last norm, in the parameters' dtype.
 
         Position t sees s iff s <= t and both are of one segment. Segment 0 is
         padding: its tokens may be anything, its hidden states are finite and
-        mean nothing.
+        mean nothing. With `remat` a backward pass keeps only what goes into each
+        layer and computes the rest of the layer again.
         """
         tokens = jnp.where(segments == 0, 0, tokens.astype(jnp.int32))
         hidden = self.embedding(tokens)
         mask = segment_mask(segments)
         cosine, sine = rope.angles(positions, self.config)
         for layer in self.layers:
-            hidden = layer(hidden, mask, cosine, sine)
+            call = _rematerialised(layer) if remat else layer
+            hidden = call(hidden, mask, cosine, sine)
         return self.norm(hidden)
 
     def unembed(

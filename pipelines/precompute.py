@@ -11,6 +11,7 @@ from apache_beam.utils.shared import Shared
 import cache
 from cache.format import MANIFEST, PARTS, RUNS, receipt_key
 from cache.manifest import Extent, ReceiptEntry
+from cache.progress import watch
 from cache.receipt import Receipt
 from cache.runlog import FAILED, RunLog, read_events
 from cache.shards import (
@@ -32,7 +33,6 @@ from pipelines.parts import (
     total_accounting,
 )
 from pipelines.plan import Plan
-from pipelines.progress import watch
 from pipelines.runner import RunnerSettings, run_pipeline
 from pipelines.transforms import LayPart, ScoreShard, _Stage, stage_pipeline
 

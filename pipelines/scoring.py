@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
+from decoder.rows import positions_from_segments
 from pipelines.sampling import position_bits
 from pipelines.targets import Targets, TargetSettings, select_targets
 
@@ -54,13 +55,6 @@ def teacher_functions(model: nnx.Module) -> tuple[TeacherFunctions, Params]:
 
     has_head = callable(getattr(model, "unembed", None))
     return TeacherFunctions(hidden, unembed if has_head else None), params
-
-
-def positions_from_segments(segments: Int32[Array, " length"]) -> Int32[Array, " length"]:
-    """The place of each token in its own document: 0, 1, … from the start of its segment."""
-    place = jnp.arange(segments.shape[0], dtype=jnp.int32)
-    changed = jnp.concatenate([jnp.ones((1,), bool), segments[1:] != segments[:-1]])
-    return place - jax.lax.cummax(jnp.where(changed, place, 0))
 
 
 def labels_from_tokens(

@@ -1,4 +1,4 @@
 """Students: stream a cache with Grain into a pmapped distillation loop.
 
-Nothing is here yet: capture and the cache come first.
+`train.train` is the way in; users find it, `evaluate` and `export` in `stillroom`.
 """

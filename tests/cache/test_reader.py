@@ -368,6 +368,19 @@ def test_a_damaged_tokenizer_is_damage(exact_cache: Built, copy: Any, fault: str
         cache.open(built.path).tokenizer()
 
 
+def test_the_files_of_the_tokenizer(exact_cache: Built, copy: Any) -> None:
+    place = exact_cache.path / "tokenizer"
+    expected = {path.name: path.read_bytes() for path in place.iterdir()}
+    assert len(expected) == 2
+    assert cache.open(exact_cache.path).tokenizer_files() == expected
+    built = copy(exact_cache)
+    (built.path / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    (built.path / "tokenizer" / "tokenizer.json").unlink()
+    with pytest.raises(DamageError, match=r"tokenizer\.json is missing") as raised:
+        cache.open(built.path).tokenizer_files()
+    assert "tokenizer_config.json was changed" in str(raised.value)
+
+
 # Extents.
 
 

@@ -1,13 +1,14 @@
 """Reading config.json: what is understood, in old and new spelling, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decoder.config import DecoderConfig, RopeScaling
-from decoder.config_json import from_hugging_face, numeric_part
+from decoder.config_json import from_hugging_face, numeric_part, to_hugging_face
 from decoder.errors import DecoderError
 
 ASSETS = Path(__file__).parent.parent / "assets" / "checkpoints"
@@ -196,3 +197,35 @@ def test_numeric_part_leaves_bookkeeping_out() -> None:
     }
     assert numeric_part(noisy) == PLAIN
     assert numeric_part(PLAIN | {"rope_theta": 5e5}) != PLAIN
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_scaling": {"type": "linear", "factor": 3}},
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 5e5},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"head_dim": 6, "num_key_value_heads": 2, "max_position_embeddings": 77},
+        {"rms_norm_eps": 1e-5, "intermediate_size": 65},
+    ],
+)
+def test_what_is_written_is_read_back(changes: dict[str, Any]) -> None:
+    config = from_hugging_face(PLAIN | changes)
+    written = to_hugging_face(config)
+    assert from_hugging_face(json.loads(json.dumps(written))) == config
+    assert from_hugging_face({**written, "vocab_size": 99}) != config
+    # Absent, they would be 1 and 2 for transformers.
+    assert (written["bos_token_id"], written["eos_token_id"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qkv_bias": True}, "qkv_bias True and output_bias False"),
+        ({"rope_scaling": RopeScaling("divisors", divisors=(1.0,) * 4)}, "'divisors'"),
+    ],
+)
+def test_what_cannot_be_written(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DecoderError, match=message):
+        to_hugging_face(replace(from_hugging_face(PLAIN), **changes))

@@ -358,6 +358,23 @@ def test_gradients_are_finite_beside_padding() -> None:
         assert np.isfinite(np.asarray(gradient)).all()
 
 
+def test_rematerialised_layers_have_the_same_gradient() -> None:
+    graphdef, state = nnx.split(tiny(qkv_bias=True, tied=True))
+    row = [jnp.asarray(one) for one in packed_pair(5, 3, 4)]
+
+    def gradient(remat: bool) -> Callable:
+        def loss(state: nnx.State, tokens: jax.Array, *rest: jax.Array) -> jax.Array:
+            return jnp.sin(nnx.merge(graphdef, state)(tokens % 50, *rest, remat=remat)).sum()
+
+        return jax.grad(loss)
+
+    plain, again = (jax.jit(gradient(remat))(state, *row) for remat in (False, True))
+    assert all(np.abs(one).max() > 0 for one in jax.tree.leaves(plain))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), plain, again)
+    traced = [str(jax.make_jaxpr(gradient(remat))(state, *row)) for remat in (False, True)]
+    assert [text.count("remat2[") for text in traced] == [0, 2]
+
+
 def test_random_weights_have_the_stated_scale() -> None:
     linear = Linear(60, 70, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(3))
     assert float(jnp.std(linear.weight[...])) == pytest.approx(0.02, rel=0.1)

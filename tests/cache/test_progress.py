@@ -1,11 +1,12 @@
 """Progress: rate, time left, and lines where there is no terminal."""
 
+import re
 import time
 
 import pytest
 
-from pipelines import progress
-from pipelines.progress import clock, describe, watch
+from cache import progress
+from cache.progress import Line, clock, describe, watch
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,33 @@ def test_an_error_of_the_work_goes_through_and_the_thread_ends(capsys):
     with pytest.raises(RuntimeError, match="broken"), watch("x", lambda: 1, before=0, total=5):
         raise RuntimeError("broken")
     assert "x: 1/5" in capsys.readouterr().err
+
+
+def test_without_a_terminal_a_line_is_written_now_and_then_and_what_is_said_at_once(
+    capsys, monkeypatch
+):
+    with Line("Training", done=2, total=9) as line:
+        line.show(3, "fast")
+        line.say("[a] warning")
+        monkeypatch.setattr(progress, "_LOG", 0.0)
+        line.show(4, "slow [x]")
+        monkeypatch.undo()
+        line.show(5, "fast")
+        line.show(5, "done", last=True)
+    text = "[a] warning\nTraining: 4/9, slow [x]\nTraining: 5/9, done\n"
+    assert capsys.readouterr() == ("", text)
+
+
+def test_on_a_terminal_the_line_is_live_and_what_is_said_stays_above_it(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with Line("Training", done=2, total=9) as line:
+        line.say("[a] warning")
+        line.show(5, "slow [x]", last=True)
+    text = capsys.readouterr().err
+    assert "\x1b[" in text
+    # No markup is made of brackets; the last state is what is left on the screen.
+    assert "[a] warning" in text
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert re.search(r"Training [━╸]+ 5/9 slow \[x\] ", plain.splitlines()[-1])
+    assert "Training: " not in text

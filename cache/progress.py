@@ -1,0 +1,133 @@
+"""Progress of long work, counted from what is done, so that it works wherever it runs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+# Seconds between counts, and between lines where there is no terminal to draw on.
+_COUNT, _LOG = 0.5, 10.0
+
+
+def describe(done: int, total: int, since: tuple[int, float], now: float, tokens: float) -> str:
+    """Rate and time left.
+
+    Args:
+      done, total: elements done, in earlier runs too, and in all.
+      since: elements done, and the time, from which on the rate counts: the first that was
+        done in this run, so that loading and compiling are no part of it.
+      now: the time, seconds.
+      tokens: mean tokens of an element, or 0 when that is no measure of the work.
+    """
+    fresh, seconds = done - since[0], now - since[1]
+    if fresh <= 0 or seconds <= 0:
+        return "measuring the rate"
+    rate = fresh / seconds
+    speed = f"{rate * tokens:,.0f} tokens/s" if tokens else f"{rate:,.1f}/s"
+    return f"{speed}, {clock((total - done) / rate)} left"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    tail = f"{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+    return f"{hours}:{tail}" if hours else tail
+
+
+class Line:
+    """One line of progress on standard error; a context manager.
+
+    A terminal shows it live; anything else gets a line every 10 s, and the last.
+    """
+
+    def __init__(self, title: str, done: int, total: int, text: str = "starting"):
+        """Prepares the line.
+
+        Args:
+          title: what is being done.
+          done, total: elements done when it starts, and in all.
+          text: what to say at the start.
+        """
+        self._title, self._total = title, total
+        self._console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[text]}", markup=False),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task(title, total=total, completed=done, text=text)
+        self._shown = time.monotonic()
+
+    def __enter__(self) -> Line:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, done: int, text: str, last: bool = False) -> None:
+        """Elements done, in earlier runs too, and what to say of it; the last is always shown."""
+        self._progress.update(self._task, completed=done, text=text)
+        now = time.monotonic()
+        if not self._console.is_terminal and (last or now - self._shown >= _LOG):
+            self._shown = now
+            sys.stderr.write(f"{self._title}: {done}/{self._total}, {text}\n")
+            sys.stderr.flush()
+
+    def say(self, text: str) -> None:
+        """Writes lines that stay; a live line goes on below them."""
+        if self._console.is_terminal:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+
+@contextmanager
+def watch(
+    title: str, count: Callable[[], int], before: int, total: int, tokens: float = 0.0
+) -> Iterator[None]:
+    """Shows progress on standard error while the body runs.
+
+    Args:
+      title: what is being done.
+      count: number of elements done so far, in earlier runs too; called from a thread.
+      before: elements done when the body starts.
+      total: elements in all.
+      tokens: mean tokens of an element, for the rate.
+    """
+    line = Line(title, before, total)
+    stop = threading.Event()
+    since = start = (before, time.monotonic())
+
+    def report(last: bool = False) -> None:
+        nonlocal since
+        done, now = count(), time.monotonic()
+        if since is start and done > before:
+            since = (done, now)
+        line.show(done, describe(done, total, start if last else since, now, tokens), last)
+
+    def loop() -> None:
+        while not stop.wait(_COUNT):
+            report()
+
+    thread = threading.Thread(target=loop, name="progress", daemon=True)
+    with line:
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            report(last=True)

@@ -1,0 +1,48 @@
+"""AdamW with warm-up and cosine, and α over the run: functions of the step alone."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import optax
+
+from student.functions import Parameters
+from student.options import TrainOptions
+
+
+def learning_rate(options: TrainOptions, steps: int) -> optax.Schedule:
+    """The learning rate of each step 0 … steps - 1: linear warm-up, then half a cosine.
+
+    The first step's is not 0, and the last one's is `final_learning_rate` of the highest.
+    """
+    warm = min(math.ceil(options.warmup * steps), steps - 1)
+    highest = options.learning_rate
+    cosine = optax.cosine_decay_schedule(
+        highest, max(steps - 1 - warm, 1), options.final_learning_rate
+    )
+    if not warm:
+        return cosine
+    rise = optax.linear_schedule(highest / (warm + 1), highest, warm)
+    return optax.join_schedules([rise, cosine], [warm])
+
+
+def alpha(options: TrainOptions, step: int, steps: int) -> float:
+    """Weight of the labels' cross-entropy at a step 0 … steps - 1; linear to `alpha_end`."""
+    if options.alpha_end is None or steps < 2:
+        return options.alpha
+    return options.alpha + (options.alpha_end - options.alpha) * step / (steps - 1)
+
+
+def make_optimizer(options: TrainOptions, steps: int) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW (Loshchilov, Hutter, 2019), decaying matrices only."""
+
+    def matrices(parameters: Parameters) -> dict[str, bool]:
+        return jax.tree.map(lambda x: x.ndim >= 2, parameters)
+
+    adamw = optax.adamw(
+        learning_rate(options, steps), weight_decay=options.weight_decay, mask=matrices
+    )
+    if not options.clip:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(options.clip), adamw)

@@ -1,0 +1,202 @@
+"""Students that are a part of another model: without a block of its layers, or with fewer rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool
+
+from decoder import Decoder, DecoderConfig
+from decoder.rows import positions_from_segments
+from student.batches import Batch
+from student.errors import StudentError
+from student.functions import StudentFunctions, dotted, parameters_of, student_functions
+
+# Labels that a search measures: the mean of so many cross-entropies, which differ by about 3
+# nats from token to token, is known to 0.01.
+LABELS = 65_536
+
+
+@dataclass(frozen=True)
+class Search:
+    """Which block of layers is missed least.
+
+    Attributes:
+      first, last: its layers, counted from 0, inclusive.
+      cross_entropies: held-out, nats per label, of the model without the block that begins at
+        layer 0, 1, …; infinite where it is not finite.
+      labels: how many labels were measured.
+    """
+
+    first: int
+    last: int
+    cross_entropies: tuple[float, ...]
+    labels: int
+
+
+def drop(model: Decoder, first: int, last: int) -> Decoder:
+    """The model without its layers `first` to `last`, inclusive; shares the other arrays.
+
+    Raises:
+      StudentError: the model has no such layers, or has no others.
+    """
+    layers = model.config.layers
+    if not 0 <= first <= last < layers or last - first + 1 == layers:
+        raise StudentError(
+            f"layers {first} to {last} cannot be dropped from the layers 0 to {layers - 1}."
+        )
+    config = replace(model.config, layers=layers - (last - first + 1))
+    return _filled(config, without_layers(parameters_of(model), first, last))
+
+
+def trim(model: Decoder, rows: int) -> Decoder:
+    """The model with only the first `rows` rows of embedding and head.
+
+    Raises:
+      StudentError: the model has fewer.
+    """
+    if not 1 <= rows <= model.config.vocabulary:
+        raise StudentError(f"{rows} of {model.config.vocabulary} rows cannot be kept.")
+    cut = ("embedding.weight", "head.weight")
+    parameters = parameters_of(model)
+    kept = {name: value[:rows] if name in cut else value for name, value in parameters.items()}
+    return _filled(replace(model.config, vocabulary=rows), kept)
+
+
+def without_layers(parameters: Mapping[str, Array], first: int, last: int) -> dict[str, Array]:
+    """The parameters of the model without these layers; later ones move up."""
+    kept = {}
+    for name, value in parameters.items():
+        module, _, rest = name.partition(".")
+        if module == "layers":
+            number, _, inside = rest.partition(".")
+            layer = int(number)
+            if first <= layer <= last:
+                continue
+            layer -= 0 if layer < first else last - first + 1
+            name = f"layers.{layer}.{inside}"
+        kept[name] = value
+    return kept
+
+
+def best_block(
+    model: Decoder,
+    count: int,
+    batches: Iterable[Batch],
+    *,
+    legal: Bool[np.ndarray, " rows"] | None = None,
+    labels: int = LABELS,
+    chunk: int = 128,
+    progress: Callable[[int, int], None] | None = None,
+) -> Search:
+    """Finds the block of `count` layers without which held-out cross-entropy is least.
+
+    Every contiguous block is measured on the same labels, the first and the last layers
+    included. Of equal ones, that of the lower layers is taken. Compiles once for each shape of
+    batch, computes in the parameters' dtype, and never holds more than [chunk, vocabulary]
+    logits.
+
+    Args:
+      model: the whole model.
+      count: layers to drop; at least 1, less than the model has.
+      batches: held-out rows; targets are not used. Read until `labels` are found.
+      legal: ids that the softmax is over; all rows of the head if None.
+      labels: stop reading batches at so many labels.
+      chunk: positions whose logits exist at once.
+      progress: called with (measurements done, measurements in all).
+
+    Raises:
+      StudentError: the count does not fit, there are no labels, or no block gives a finite
+        cross-entropy.
+    """
+    layers = model.config.layers
+    if not 1 <= count < layers:
+        raise StudentError(f"{count} of the layers 0 to {layers - 1} cannot be dropped.")
+    read, found = _read(batches, labels)
+    config = replace(model.config, layers=layers - count)
+    functions = student_functions(nnx.eval_shape(lambda: Decoder(config, rngs=None)))
+    measure = jax.jit(
+        _cross_entropy(functions, None if legal is None else jnp.asarray(legal), chunk)
+    )
+    whole = parameters_of(model)
+    candidates = layers - count + 1
+    sums = np.zeros(candidates, np.float64)
+    for number, batch in enumerate(read):
+        for first in range(candidates):
+            parameters = without_layers(whole, first, first + count - 1)
+            sums[first] += np.asarray(measure(parameters, *batch), np.float64).sum()
+            if progress is not None:
+                progress(number * candidates + first + 1, len(read) * candidates)
+    means = np.where(np.isfinite(sums), sums / found, math.inf)
+    best = int(np.argmin(means))
+    if not math.isfinite(means[best]):
+        raise StudentError(
+            f"without any {count} contiguous layers the student's held-out cross-entropy is not "
+            "finite. Check that the checkpoint gives sensible text; drop fewer layers."
+        )
+    return Search(best, best + count - 1, tuple(means.tolist()), found)
+
+
+def _read(batches: Iterable[Batch], labels: int) -> tuple[list[tuple[np.ndarray, ...]], int]:
+    """Tokens, segments, labels and label masks of the first batches, and the labels' number."""
+    read, found = [], 0
+    for batch in batches:
+        read.append((batch.tokens, batch.segments, batch.labels, batch.label_mask))
+        found += int(np.count_nonzero(batch.label_mask))
+        if found >= labels:
+            break
+    if not found:
+        raise StudentError(
+            "--drop-layers COUNT needs held-out rows to find the block by, and there are no "
+            "labels in them. Raise --held-out, or name the layers: --drop-layers FIRST-LAST."
+        )
+    return read, found
+
+
+def _cross_entropy(
+    functions: StudentFunctions, legal: Bool[Array, " rows"] | None, chunk: int
+) -> Callable[..., Any]:
+    """(parameters, tokens, segments, labels, mask [rows, length]) to float32 sums [rows]."""
+
+    def of_row(parameters: Any, row: tuple[Array, ...]) -> Array:
+        tokens, segments, labels, mask = row
+        hidden = functions.hidden(parameters, tokens, segments, positions_from_segments(segments))
+        head = {name: parameters[name] for name in functions.head}
+
+        def of_chunk(part: tuple[Array, ...]) -> Array:
+            hidden, labels, mask = part
+            logits = functions.unembed(head, hidden)
+            if legal is not None:
+                logits = jnp.where(legal[None, :], logits, -jnp.inf)
+            label = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+            losses = jax.nn.logsumexp(logits, axis=-1) - label
+            return jnp.sum(jnp.where(mask, losses, 0.0))
+
+        parts = tuple(_chunks(one, chunk) for one in (hidden, labels, mask))
+        return jnp.sum(jax.lax.map(of_chunk, parts))
+
+    def of_batch(parameters: Any, *batch: Array) -> Array:
+        return jax.lax.map(lambda row: of_row(parameters, row), batch)
+
+    return of_batch
+
+
+def _chunks(values: Array, size: int) -> Array:
+    """[n, …] to [chunks, size, …], filled up with zeros."""
+    missing = -values.shape[0] % size
+    padded = jnp.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))
+    return padded.reshape(-1, size, *values.shape[1:])
+
+
+def _filled(config: DecoderConfig, parameters: Mapping[str, Array]) -> Decoder:
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=None)))
+    for path, variable in nnx.to_flat_state(state):
+        variable.set_value(parameters[dotted(path)])
+    return nnx.merge(graph, state)

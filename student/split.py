@@ -1,0 +1,240 @@
+"""Which rows are trained on and which are held out; no document is on both sides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Integer, UInt8, UInt32
+
+from cache import Cache
+from cache.format import NO_DOCUMENT
+from student.batches import check_single_rows
+from student.errors import StudentError
+
+# Rows that are read at a time: a few megabytes.
+_SLICE = 4096
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of a cache on two sides.
+
+    Attributes:
+      training, held_out: int64 row numbers, ascending.
+      training_labels, held_out_labels: labels of each side.
+      groups: sets of rows that share documents, over both sides; rows with labels alone count.
+      rows_without_labels: rows on neither side, for they train and measure nothing.
+    """
+
+    training: np.ndarray
+    held_out: np.ndarray
+    training_labels: int
+    held_out_labels: int
+    groups: int
+    rows_without_labels: int
+
+
+def split_rows(
+    cache: Cache,
+    held_out: int | float,
+    seed: int,
+    progress: Callable[[int], None] | None = None,
+    slice_rows: int = _SLICE,
+) -> Split:
+    """Splits a cache's rows by document: rows that share a document stay together.
+
+    Rows that share a document, and documents that share a row, are one group, transitively. A
+    side holds whole groups. Depends on the cache, `held_out` and `seed` alone.
+
+    Args:
+      cache: the cache.
+      held_out: below 1 a share of the rows with labels (at least one row, unless it is 0), else
+        a number of rows. As many are held out as whole groups allow, never more.
+      seed: decides which groups are held out; at least 0.
+      progress: called with the number of rows read so far.
+      slice_rows: rows that are read at a time.
+
+    Raises:
+      StudentError: more rows are asked for than there are, nothing is left to train on, no
+        group is small enough, or documents are not what the manifest says.
+      DamageError: data is missing or damaged.
+    """
+    check_single_rows(cache)
+    ranges = [entry.documents for entry in cache.manifest.receipts if entry.documents]
+    groups = DocumentGroups(len(cache), max((last + 1 for _, last in ranges), default=0))
+    for start in range(0, len(cache), slice_rows):
+        rows = slice(start, min(start + slice_rows, len(cache)))
+        read = cache.rows(rows, ("documents", "label_mask"))
+        groups.add(start, read["documents"], read["label_mask"])
+        if progress is not None:
+            progress(rows.stop)
+    return choose(groups.of_rows(), groups.labels, held_out, seed)
+
+
+class DocumentGroups:
+    """Collects which rows hang together through documents, from slices of rows in any order.
+
+    Memory: one integer per document, two per row.
+
+    Attributes:
+      labels: uint32 [rows], labels of each row added.
+    """
+
+    def __init__(self, rows: int, documents: int):
+        # A forest: each document points to a lower one of its group, or to itself.
+        self._parent = np.arange(documents, dtype=np.uint32)
+        self._document = np.full(rows, NO_DOCUMENT, np.uint32)
+        self.labels = np.zeros(rows, np.uint32)
+
+    def add(
+        self,
+        start: int,
+        documents: UInt32[np.ndarray, "rows length"],
+        label_mask: UInt8[np.ndarray, "rows length"],
+    ) -> None:
+        """Adds rows start, start + 1, …; arrays as stored.
+
+        Raises:
+          StudentError: a document that does not exist, or a label that has none.
+        """
+        real = documents != NO_DOCUMENT
+        self._check(start, (documents >= len(self._parent)) & real, "has a document beyond")
+        self._check(start, (label_mask == 1) & ~real, "has a label, but is of none of")
+        first = documents[np.arange(len(documents)), real.argmax(axis=1)]
+        rows = slice(start, start + len(documents))
+        self._document[rows] = first
+        self.labels[rows] = np.count_nonzero(label_mask == 1, axis=1)
+
+        starts = real.copy()
+        starts[:, 1:] &= documents[:, 1:] != documents[:, :-1]
+        owner, _ = np.nonzero(starts)
+        self._unite(first[owner], documents[starts])
+
+    def _check(self, start: int, wrong: np.ndarray, what: str) -> None:
+        if wrong.any():
+            row, position = np.argwhere(wrong)[0].tolist()
+            raise StudentError(
+                f"row {start + row}, position {position} {what} the {len(self._parent):,} "
+                "documents that the manifest lists. Run `stillroom verify CACHE --full`."
+            )
+
+    def _unite(
+        self, left: UInt32[np.ndarray, " pairs"], right: UInt32[np.ndarray, " pairs"]
+    ) -> None:
+        """Makes the documents of each pair one group."""
+        touched = np.unique(np.concatenate([left, right]))
+        while len(left):
+            left, right = self._roots(left), self._roots(right)
+            apart = left != right
+            left, right = left[apart], right[apart]
+            # A root may be in many pairs: it goes to the lowest; the others come again.
+            np.minimum.at(self._parent, np.maximum(left, right), np.minimum(left, right))
+        self._parent[touched] = self._roots(touched)
+
+    def _roots(self, documents: UInt32[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
+        while True:
+            above = self._parent[documents]
+            if np.array_equal(above, documents):
+                return documents
+            documents = above
+
+    def of_rows(self) -> Integer[np.ndarray, " rows"]:
+        """int64 [rows]: a number for each row's group; -1 for a row without documents."""
+        # Each pass halves the way to the root.
+        while not np.array_equal(above := self._parent[self._parent], self._parent):
+            self._parent = above
+        known = self._document != NO_DOCUMENT
+        groups = np.full(len(self._document), -1, np.int64)
+        groups[known] = self._parent[self._document[known]]
+        return groups
+
+
+def choose(
+    groups: Integer[np.ndarray, " rows"],
+    labels: Integer[np.ndarray, " rows"],
+    held_out: int | float,
+    seed: int,
+) -> Split:
+    """Takes whole groups, in an order that the seed decides, while they fit.
+
+    Args:
+      groups: the number of each row's group.
+      labels: labels of each row; rows without any are on neither side.
+      held_out, seed: see `split_rows`.
+
+    Raises:
+      StudentError: see `split_rows`.
+    """
+    rows = np.flatnonzero(labels)
+    wanted = _wanted(held_out, len(rows))
+    numbers, group, sizes = np.unique(groups[rows], return_inverse=True, return_counts=True)
+    taken = np.zeros(len(numbers), bool)
+    if wanted:
+        if sizes.min() > wanted:
+            raise StudentError(_no_group_fits(held_out, wanted, sizes))
+        # The bits of a named generator, not its methods: those may change with numpy.
+        keys = np.random.PCG64(seed).random_raw(len(numbers))
+        taken = _fill(np.argsort(keys, kind="stable"), sizes, wanted)
+    out = taken[group]
+    if out.all():
+        raise StudentError(
+            f"--held-out {held_out:g} takes all {len(rows):,} rows with labels, and nothing is "
+            "left to train on. Ask for fewer."
+        )
+    return Split(
+        training=rows[~out],
+        held_out=rows[out],
+        training_labels=int(labels[rows[~out]].sum(dtype=np.int64)),
+        held_out_labels=int(labels[rows[out]].sum(dtype=np.int64)),
+        groups=len(numbers),
+        rows_without_labels=len(labels) - len(rows),
+    )
+
+
+def _wanted(held_out: int | float, rows: int) -> int:
+    """How many of the rows with labels to hold out."""
+    if not (0 <= held_out < math.inf) or (held_out >= 1 and held_out != int(held_out)):
+        raise StudentError(
+            f"--held-out should be a share below 1, or a whole number of rows, found {held_out!r}."
+        )
+    if not rows:
+        raise StudentError("no row of the cache has a label: there is nothing to train on.")
+    if 0 < held_out < 1:
+        return max(1, round(held_out * rows))
+    if held_out > rows:
+        raise StudentError(
+            f"--held-out {held_out:g} is more than the {rows:,} rows with labels in the cache. "
+            "Ask for fewer, or for a share below 1."
+        )
+    return int(held_out)
+
+
+def _no_group_fits(
+    held_out: int | float, wanted: int, sizes: Integer[np.ndarray, " groups"]
+) -> str:
+    found = (
+        f"--held-out {held_out:g} asks for {wanted:,} of {sizes.sum():,} rows with labels, but "
+        "rows that share documents stay together. "
+    )
+    if len(sizes) == 1:
+        return f"{found}All of them are one such group: nothing can be held out. Ask for 0."
+    least = f"{sizes.min():,} rows"
+    return f"{found}The smallest such group has {least}. Ask for at least {least}, or for 0."
+
+
+def _fill(
+    order: Integer[np.ndarray, " groups"], sizes: Integer[np.ndarray, " groups"], room: int
+) -> np.ndarray:
+    """bool [groups]: those that fit, tried in order, each taken if there is still room for it."""
+    taken = np.zeros(len(sizes), bool)
+    while len(order := order[sizes[order] <= room]):
+        # Those that fit one after the other; the next one does not, and falls out above.
+        total = np.cumsum(sizes[order])
+        fits = int(np.searchsorted(total, room, side="right"))
+        taken[order[:fits]] = True
+        room -= int(total[fits - 1])
+        order = order[fits:]
+    return taken

@@ -1,0 +1,170 @@
+"""What is done with a trained student: measuring it and writing it as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+from flax import nnx
+
+import decoder
+from decoder import Decoder
+from student.checkpoints import Checkpoints
+from student.errors import RunError, StudentError
+from student.evaluation import Evaluation, kl_objective, make_row_sums, mean_over
+from student.functions import dotted, parameters_of, student_functions
+from student.options import EvaluateOptions, ExportOptions, TrainOptions
+from student.plan import Plan, cache_identity, make_plan
+from student.run import CHECKPOINTS, TOKENIZER, last_options, local_path, read_run
+from student.step import replicate
+from student.students import legal_of, rebuild
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of a run.
+
+    Attributes:
+      record: what decided the run; see `run.open_run`.
+      options: of the run's last session.
+      step: the checkpoint's.
+      parameters: by dotted path.
+      model: with the shapes of the parameters; its own values mean nothing.
+      warnings: newer checkpoints that are damaged.
+    """
+
+    record: dict[str, Any]
+    options: TrainOptions
+    step: int
+    parameters: dict[str, Any]
+    model: nnx.Module
+    warnings: tuple[str, ...]
+
+
+def open_checkpoint(
+    run: str | Path, checkpoint: str = "last", cache: str | None = None
+) -> Checkpoint:
+    """Reads a checkpoint of a run, which may still be in training.
+
+    Args:
+      run: the run's folder.
+      checkpoint: "last", "best" or a step.
+      cache: where the run's cache is now, if it was moved.
+
+    Raises:
+      RunError: there is no such run or checkpoint, or it is damaged.
+    """
+    folder = local_path(run)
+    record = read_run(folder)
+    known = {field.name for field in fields(TrainOptions)}
+    given = {name: value for name, value in last_options(folder).items() if name in known}
+    given["track"] = tuple(given.get("track", ()))
+    options = TrainOptions(**given)
+    if cache is not None:
+        options = replace(options, cache=cache)
+    model = rebuild(record["model"])
+    abstract = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in parameters_of(model).items()
+    }
+    which = int(checkpoint) if checkpoint.isdecimal() else checkpoint
+    found = Checkpoints(folder / CHECKPOINTS).restore_parameters(abstract, which)
+    return Checkpoint(record, options, found.step, found.state, model, found.warnings)
+
+
+def evaluate(
+    options: EvaluateOptions, say: Callable[[str], None] = lambda text: None
+) -> tuple[int, Evaluation]:
+    """Measures a checkpoint on the run's held-out rows; returns its step and the result.
+
+    Raises:
+      StudentError, CacheError, DecoderError: what is wrong and what to do.
+    """
+    trained = open_checkpoint(options.run, options.checkpoint, options.cache)
+    for warning in trained.warnings:
+        say(f"Warning: {warning}.")
+    plan = _plan(trained)
+    if not len(plan.split.held_out):
+        raise StudentError(
+            f"the run {options.run} held no rows out (--held-out 0), so there is nothing that it "
+            "was not trained on to evaluate it with. Train with --held-out."
+        )
+    functions = student_functions(trained.model)
+    teacher, theirs = None, None
+    if options.teacher is not None:
+        loaded = decoder.load_model(options.teacher, options.teacher_revision, "float32")
+        expected = plan.cache.manifest.teacher["fingerprint"]
+        if loaded.fingerprint != expected:
+            raise StudentError(
+                f"{options.teacher} is not the teacher of the cache: its fingerprint is "
+                f"{loaded.fingerprint[:12]}…, the cache's {expected[:12]}…. Give the same model."
+            )
+        teacher = student_functions(loaded.model)
+        theirs = replicate(parameters_of(loaded.model), plan.devices)
+    measures = plan.measures(legal_of(trained.record["model"]))
+    row_sums = make_row_sums(functions, measures, plan.devices, teacher)
+    batch = options.batch * len(plan.devices)
+    rows = len(plan.split.held_out)
+    found = mean_over(
+        row_sums,
+        replicate(trained.parameters, plan.devices),
+        plan.held_out(functions.rows, batch),
+        plan.objective,
+        plan.options.alpha if plan.options.alpha_end is None else plan.options.alpha_end,
+        kl_objective(plan.cache.encoding)[1],
+        plan.devices,
+        theirs,
+        lambda done: say(f"Evaluating: {done} of {rows} rows."),
+    )
+    return trained.step, found
+
+
+def _plan(trained: Checkpoint) -> Plan:
+    # The batch plays no part here, and the devices may be others than in training.
+    options = replace(trained.options, batch=1, accumulation=1)
+    plan = make_plan(options, training=False)
+    if cache_identity(plan.cache) != trained.record["cache"]["identity"]:
+        raise RunError(
+            f"the cache {plan.cache.location} is not the one that the run was trained from. Give "
+            "that with --cache."
+        )
+    return replace(plan, precision=trained.record["precision"])
+
+
+def export(options: ExportOptions) -> Checkpoint:
+    """Writes a checkpoint as a folder that `transformers` loads; returns what was written.
+
+    Raises:
+      StudentError, CacheError, DecoderError: what is wrong and what to do.
+    """
+    trained = open_checkpoint(options.run, options.checkpoint)
+    if not isinstance(trained.model, Decoder) or trained.record["model"]["config"] is None:
+        raise StudentError(
+            f"the student of {options.run} is a {type(trained.model).__name__} that the function "
+            f"{trained.options.student} returns, and Hugging Face has no such model. Read its "
+            "parameters with student.trained.open_checkpoint instead."
+        )
+    decoder.save_folder(
+        cast(Decoder, filled(trained)), options.out, _tokenizer(trained, options), options.dtype
+    )
+    return trained
+
+
+def filled(trained: Checkpoint) -> nnx.Module:
+    """The model with the checkpoint's parameters."""
+    graph, state = nnx.split(trained.model)
+    for path, variable in nnx.to_flat_state(state):
+        variable.set_value(trained.parameters[dotted(path)])
+    return nnx.merge(graph, state)
+
+
+def _tokenizer(trained: Checkpoint, options: ExportOptions) -> decoder.Tokenizer:
+    folder = local_path(options.run) / TOKENIZER
+    found = decoder.load_tokenizer(str(folder))
+    if found.fingerprint != trained.record["model"]["tokenizer"]["fingerprint"]:
+        raise RunError(
+            f"{folder} is another tokenizer than when the run began. Put it back from a copy."
+        )
+    return found
