@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 # Tokens of text that `make demo` captures.
-TOKENS ?= 16000
+TOKENS ?= 18000
 # Where `make demo` keeps its corpus, its cache and its students.
 DEMO ?= demo
 

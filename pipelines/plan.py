@@ -49,11 +49,11 @@ class Plan:
         encoding = self.manifest.encoding
         return TargetSettings(
             k=encoding.k,
-            exact=self.options.exact if encoding.tail == "sampled" else encoding.k,
+            exact=self.manifest.capture["exact"],
             tail=encoding.tail,
             temperatures=encoding.temperatures,
             vocabulary=encoding.vocabulary,
-            seed=self.options.seed,
+            seed=self.manifest.capture["seed"],
             chunk=self.options.chunk,
         )
 

@@ -194,7 +194,8 @@ def _ranks(logits: Float32[Array, "n rows"], positions: Positions) -> dict[str, 
 
 def _bins(confidence: Array, hits: Array, mask: Array) -> Array:
     place = jnp.clip((confidence * BINS).astype(jnp.int32), 0, BINS - 1)
-    inside = jax.nn.one_hot(place, BINS, dtype=jnp.float32) * mask[..., None]
+    inside = jax.nn.one_hot(place, BINS, dtype=jnp.float32)
+    inside = jnp.where(mask[..., None], inside, 0.0)
     columns = jnp.stack([jnp.ones_like(hits), confidence, hits], axis=-1)
     return jnp.einsum("rlb,rlc->rbc", inside, columns, precision="highest")
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from student.errors import TrainingError
 from student.step import Metrics, State
 
 
+@runtime_checkable
 class Source(Protocol):
     """Where batches come from; `input.TrainingInput` is one."""
 
@@ -129,6 +130,7 @@ def run_steps(
     behind: _Running | None = None
     upcoming = _take(source, put, rest=steps - start)
     for number in range(start + 1, steps + 1):
+        assert upcoming is not None
         batch, placed, position, waited = upcoming
         weight = alpha(number - 1)
         state, metrics = step(state, placed, np.float32(weight))
@@ -151,9 +153,9 @@ def run_steps(
 
 def _take(
     source: Source, put: Callable[[Batch], Batch], rest: int
-) -> tuple[Batch, Batch, dict[str, int], float]:
+) -> tuple[Batch, Batch, dict[str, int], float] | None:
     if not rest:
-        return None, None, {}, 0.0  # type: ignore[return-value]
+        return None
     began = time.monotonic()
     batch = next(source)
     waited = time.monotonic() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import optax
@@ -43,6 +44,12 @@ def make_optimizer(options: TrainOptions, steps: int) -> optax.GradientTransform
     adamw = optax.adamw(
         learning_rate(options, steps), weight_decay=options.weight_decay, mask=matrices
     )
-    if not options.clip:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(options.clip), adamw)
+    clip = [optax.clip_by_global_norm(options.clip)] if options.clip else []
+    chain = optax.chain(*clip, adamw)
+
+    def update(updates: Any, state: Any, parameters: Any = None, **more: Any) -> Any:
+        # Optax mixes integers and floats, which JAX refuses when it is set to be strict.
+        with jax.numpy_dtype_promotion("standard"):
+            return chain.update(updates, state, parameters, **more)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)

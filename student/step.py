@@ -144,7 +144,7 @@ def mean_gradients(
     gradients, sums, labels = jax.lax.psum(found, AXIS)
     scale = 1.0 / jnp.maximum(labels, 1.0)
     gradients = jax.tree.map(lambda x: x * scale, gradients)
-    return gradients, Metrics(sums, labels, optax.global_norm(gradients))
+    return gradients, Metrics(sums, labels, optax.tree.norm(gradients))
 
 
 def make_step(

@@ -72,12 +72,16 @@ def train(options: TrainOptions, say: Callable[[str], None] | None = None) -> Tr
         saved stay.
       KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after saving a checkpoint.
     """
-    say = say or (lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
+    say = say or _to_standard_error
     plan = make_plan(options)
     with ExitStack() as stack:
         ready = _prepare(plan, say)
         stack.enter_context(ready.run)
         return _Session(ready, say).go()
+
+
+def _to_standard_error(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _prepare(plan: Plan, say: Callable[[str], None]) -> _Ready:
@@ -183,8 +187,10 @@ class _Session:
             )
             source.restore(position)
             display = enter(Display(plan.steps, self._options.epochs, start))
-            self._say = display.say
-            stop = enter(StopRequest(display.say))
+            if self._say is _to_standard_error:
+                # Where the live line is, which it must not break.
+                self._say = display.say
+            stop = enter(StopRequest(self._say))
             last = start
             for done in self._steps(state, source, start, stop):
                 self._log(done, trackers, display)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,24 +17,17 @@ from tests.pipelines import small
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    with pytest.MonkeyPatch.context() as patch:
-        small.share_teachers(patch)
-        small.run_without_beam(patch)
-        small.capture(folder)
-    return folder
+    return small.captured(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made, tmp_path / "work", copy_function=shutil.copy2)
-    return tmp_path / "work"
+    return small.copy(made, tmp_path / "work")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    small.share_teachers(monkeypatch)
-    small.run_without_beam(monkeypatch)
+    small.quick(monkeypatch)
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:

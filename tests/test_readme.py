@@ -23,8 +23,8 @@ def folder(tmp_path_factory) -> Path:
     """What the README's commands find: a corpus and a teacher."""
     folder = tmp_path_factory.mktemp("readme")
     write_tiny_teacher(folder / "models" / "teacher")
-    texts = [path.read_text() for path in sorted((ROOT / "cache").glob("*.py"))[:4]]
-    lines = [json.dumps({"text": text[:1500]}) for text in texts]
+    text = "".join(path.read_text() for path in sorted((ROOT / "cache").glob("*.py"))[:4])
+    lines = [json.dumps({"text": text[at : at + 180]}) for at in range(0, 7200, 180)]
     (folder / "corpus.jsonl").write_text("\n".join(lines))
     return folder
 
@@ -65,7 +65,7 @@ def test_every_option_that_the_readme_names_exists():
     named = set(re.findall(r"`(?:stillroom \w+ )?(--[a-z-]+)", README))
     assert len(named) > 10
     helps = ""
-    for command in ("precompute", "inspect", "verify"):
+    for command in ("precompute", "inspect", "verify", "train", "evaluate", "export"):
         done = subprocess.run(
             [sys.executable, "-m", "stillroom", command, "--help"], capture_output=True, text=True
         )

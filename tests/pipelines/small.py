@@ -148,6 +148,26 @@ def run_without_beam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompute_module, "run_pipeline", run)
 
 
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes captures of this process fast; see the two functions."""
+    share_teachers(monkeypatch)
+    run_without_beam(monkeypatch)
+
+
+def captured(folder: Path, out: str = "cache") -> Path:
+    """The folder, with a teacher, a corpus and a complete cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        quick(patch)
+        capture(folder, out)
+    return folder
+
+
+def copy(made: Path, folder: Path) -> Path:
+    """A copy, times and all, that a test may change."""
+    shutil.copytree(made, folder, copy_function=shutil.copy2)
+    return folder
+
+
 def stored(folder: str | Path, *, data_only: bool = False) -> dict[str, bytes]:
     """Every object of a cache that must be the same in every run, by key.
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ def made(tmp_path_factory) -> Path:
     """A folder with a teacher, a corpus, a complete cache and one that stopped at a shard."""
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
-        small.share_teachers(patch)
-        small.run_without_beam(patch)
+        small.quick(patch)
         texts = small.texts()
         lines = [{"text": text, "other": text + "!", "same": text} for text in texts]
         (folder / "corpus.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -50,8 +48,7 @@ def made(tmp_path_factory) -> Path:
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
     """A copy, so that tests can change it; times and all."""
-    shutil.copytree(made, tmp_path / "work", copy_function=shutil.copy2)
-    return tmp_path / "work"
+    return small.copy(made, tmp_path / "work")
 
 
 @pytest.fixture(autouse=True)

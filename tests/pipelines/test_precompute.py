@@ -27,12 +27,7 @@ from tests.pipelines import poison, small
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """A folder with a teacher, a corpus and a complete cache that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("made")
-    with pytest.MonkeyPatch.context() as patch:
-        small.share_teachers(patch)
-        small.run_without_beam(patch)
-        small.capture(folder, "whole")
-    return folder
+    return small.captured(tmp_path_factory.mktemp("made"), "whole")
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +37,7 @@ def whole(made: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    small.share_teachers(monkeypatch)
-    small.run_without_beam(monkeypatch)
+    small.quick(monkeypatch)
 
 
 def copied(made: Path, name: Path) -> Path:
