@@ -19,8 +19,6 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -205,11 +203,12 @@ def _inspect(words: list[str]) -> int:
 
 def _verify(words: list[str]) -> int:
     from cache.options import VerifyOptions
+    from cache.progress import counted
     from cache.show import render_report
     from cache.verify import verify
 
     options = _parse(VerifyOptions, "verify", words)
-    with _shard_progress(options.full and not options.json) as progress:
+    with counted("Verifying") as progress:
         report = verify(options.cache, full=options.full, repair=options.repair, progress=progress)
     if options.json:
         print(json.dumps({**dataclasses.asdict(report), "sound": report.sound}, indent=1))
@@ -238,10 +237,12 @@ def _evaluate(words: list[str]) -> int:
     from student.options import EvaluateOptions
 
     options = _parse(EvaluateOptions, "evaluate", words)
+    from cache.progress import counted
     from student.display import table
     from student.trained import evaluate
 
-    step, found = evaluate(options, _say)
+    with counted("Evaluating") as progress:
+        step, found = evaluate(options, _say, progress)
     line = {"step": step, **found.to_json()}
     if options.json:
         print(json.dumps(line, indent=1))
@@ -281,20 +282,6 @@ def _parse(options: type[_Options], command: str, words: list[str]) -> _Options:
     import tyro
 
     return tyro.cli(options, prog=f"stillroom {command}", args=words)
-
-
-@contextmanager
-def _shard_progress(shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on standard error, for shards, on a terminal."""
-    if not shown or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("Verifying", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 _COMMANDS = {

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -131,3 +131,24 @@ def watch(
             stop.set()
             thread.join()
             report(last=True)
+
+
+@contextmanager
+def counted(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A function to be called with (elements done, in all), which shows them on standard error.
+
+    Where there is no terminal, work that takes less than 10 s shows nothing.
+    """
+    with ExitStack() as stack:
+        line: Line | None = None
+        since = (0, time.monotonic())
+
+        def report(done: int, total: int) -> None:
+            nonlocal line, since
+            now = time.monotonic()
+            if line is None:
+                line = stack.enter_context(Line(title, done, total))
+                since = (done, now)
+            line.show(done, describe(done, total, since, now, 0.0))
+
+        yield report

@@ -1,6 +1,6 @@
 """Prints the evaluations of several runs as one table, epoch by epoch.
 
-    python examples/compare_runs.py runs/distilled runs/labels
+python examples/compare_runs.py runs/distilled runs/labels
 """
 
 import sys

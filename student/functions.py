@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -36,7 +37,7 @@ class StudentFunctions:
     rows: int
 
 
-def parameters_of(model: nnx.Module) -> dict[str, Array]:
+def parameters_of(model: nnx.Module) -> dict[str, Any]:
     """The model's parameters (shapes, if it is abstract), by dotted path."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {dotted(path): variable.get_value() for path, variable in flat}
@@ -52,15 +53,22 @@ def student_functions(model: nnx.Module, remat: bool = False) -> StudentFunction
     Args:
       model: maps (tokens, segments, positions) of one row to hidden states [length, width],
         and has a method `unembed` that gives logits for hidden states [n, width].
-      remat: compute the activations of each layer again in the backward pass.
+      remat: compute the activations of each layer again in the backward pass; the model's call
+        takes a keyword `remat`.
 
     Raises:
-      StudentError: the model has no such method.
+      StudentError: the model has no such method, or other variables than parameters, or does not
+        offer `remat`.
     """
     if not callable(getattr(model, "unembed", None)):
         raise StudentError(
             f"the student {type(model).__name__} has no method `unembed`; a student needs one "
             "that takes hidden states [n, width] and gives logits [n, vocabulary]."
+        )
+    if remat and "remat" not in inspect.signature(model).parameters:  # type: ignore[arg-type]
+        raise StudentError(
+            f"the student {type(model).__name__} cannot compute its layers again in the backward "
+            "pass: its call has no keyword `remat`. Add one, or train without --remat."
         )
     graph, state, rest = nnx.split(model, nnx.Param, ...)
     if jax.tree.leaves(rest):

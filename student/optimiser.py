@@ -47,9 +47,9 @@ def make_optimizer(options: TrainOptions, steps: int) -> optax.GradientTransform
     clip = [optax.clip_by_global_norm(options.clip)] if options.clip else []
     chain = optax.chain(*clip, adamw)
 
-    def update(updates: Any, state: Any, parameters: Any = None, **more: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
         # Optax mixes integers and floats, which JAX refuses when it is set to be strict.
         with jax.numpy_dtype_promotion("standard"):
-            return chain.update(updates, state, parameters, **more)
+            return chain.update(updates, state, params, **more)
 
     return optax.GradientTransformationExtraArgs(chain.init, update)

@@ -32,6 +32,8 @@ class TrainOptions:
     folder holds is refused.
 
     Example: stillroom train cache --student models/student --out runs/first --batch 64
+
+    Defaults marked (recipe) are those of published recipes for 2-billion-parameter students.
     """
 
     cache: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CACHE")]
@@ -44,7 +46,7 @@ class TrainOptions:
     """Folder of the run: checkpoints, metrics, settings. A local path."""
 
     # The student.
-    student_revision: str | None = None
+    student_revision: Annotated[str | None, tyro.conf.arg(metavar="REVISION")] = None
     """Revision of a hub student; resolved to a commit."""
     drop_layers: Annotated[str | None, tyro.conf.arg(metavar="FIRST-LAST|COUNT")] = None
     """Leave out a block of layers, counted from 0: 9-18; or so many of them: the block whose
@@ -58,7 +60,7 @@ class TrainOptions:
     Documents that share a row stay together."""
     epochs: int = 3
     """Passes over the training rows. (recipe)"""
-    length: int | None = None
+    length: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Train on only the first so many positions of each row."""
     seed: int = 0
     """Of the split, the order of the rows, and the weights of a student from scratch."""
@@ -74,11 +76,11 @@ class TrainOptions:
     js: Jensen-Shannon with --beta. tv: total variation."""
     beta: float = 0.5
     """Weight of the teacher in the mixture of --divergence js; above 0, below 1."""
-    temperature: float | None = None
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """A captured temperature; the capture's first if unset."""
     alpha: float = 0.5
     """Weight of the cross-entropy on the labels; 1 - alpha is the teacher's. (recipe)"""
-    alpha_end: float | None = None
+    alpha_end: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """Move alpha linearly to this value over the run."""
 
     # The optimiser: AdamW with warm-up and cosine.
@@ -107,7 +109,7 @@ class TrainOptions:
     # Checkpoints and evaluation.
     checkpoint_every: int = 500
     """Steps between checkpoints. There is one after each evaluation, too."""
-    evaluate_every: int | None = None
+    evaluate_every: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Steps between evaluations on the held-out rows; unset: after each epoch."""
     keep: int = 3
     """Newest checkpoints to keep."""

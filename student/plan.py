@@ -15,7 +15,14 @@ from jaxtyping import Bool
 import cache as caches
 from cache import Cache
 from cache.jsonfields import digest
-from student.batches import Batch, BatchSettings, Targets, label_counts, read_batch
+from student.batches import (
+    Batch,
+    BatchSettings,
+    Targets,
+    check_settings,
+    label_counts,
+    read_batch,
+)
 from student.errors import StudentError
 from student.evaluation import Measures, kl_objective
 from student.input import InputSettings, held_out_batches
@@ -57,12 +64,14 @@ class Plan:
 
     def input_settings(self, rows: int) -> InputSettings:
         """Of the training rows, for a student that gives so many logits."""
-        options = self.options
+        options, temperature = self.options, self.objective.temperature
+        captured = temperature in self.cache.encoding.temperatures
         reading = BatchSettings(
             most_id=rows,
             length=options.length,
             targets=self.objective.kind != "labels",
-            temperature=self.objective.temperature,
+            # Renormalising needs no tail, and so does with any temperature.
+            temperature=temperature if captured else None,
         )
         return InputSettings(reading, options.batch, options.epochs, options.seed)
 
@@ -117,14 +126,14 @@ class Plan:
 
 def make_plan(
     options: TrainOptions,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     training: bool = True,
 ) -> Plan:
     """Opens the cache, chooses the objective and splits the rows.
 
     Args:
       options: of the run.
-      progress: of the split; called with the number of rows read.
+      progress: of the split; called with (rows read, in all).
       training: whether the batch has to fit the rows and the devices.
 
     Raises:
@@ -138,10 +147,13 @@ def make_plan(
         )
     cache = caches.open(options.cache)
     objective = objective_of(options, cache)
+    check_settings(cache, BatchSettings(cache.encoding.vocabulary, options.length, targets=False))
     devices = tuple(jax.local_devices())
     if training:
         check_batch(options.batch, options.accumulation, len(devices))
-    split = split_rows(cache, options.held_out, options.seed, progress)
+    split = split_rows(
+        cache, options.held_out, options.seed, lambda done: progress(done, len(cache))
+    )
     rows = len(split.training)
     if training and options.batch > rows * options.epochs:
         raise StudentError(
@@ -202,13 +214,14 @@ def decides(plan: Plan) -> dict[str, Any]:
     change the last bits of a gradient, and neither the order of the data nor what is learnt.
     """
     options = plan.options
-    same = (
-        "student student_revision drop_layers trim_vocabulary held_out epochs length seed alpha "
-        "alpha_end batch learning_rate warmup final_learning_rate weight_decay clip"
-    )
+    same = "student student_revision drop_layers trim_vocabulary epochs length seed batch"
+    # 1 and 1.0 are the same, and the command line gives the latter.
+    real = "held_out alpha alpha_end learning_rate warmup final_learning_rate weight_decay clip"
+    numbers = {name: getattr(options, name) for name in real.split()}
     return {
         "cache": {"identity": cache_identity(plan.cache)},
         **{name: getattr(options, name) for name in same.split()},
+        **{name: None if value is None else float(value) for name, value in numbers.items()},
         "objective": plan.objective.kind,
         "divergence": plan.objective.divergence,
         "beta": plan.objective.beta,

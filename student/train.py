@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from cache.progress import counted
 from student.batches import BatchSettings
 from student.checkpoints import Checkpoints, Restored
 from student.display import Display, Moment
@@ -73,7 +74,8 @@ def train(options: TrainOptions, say: Callable[[str], None] | None = None) -> Tr
       KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after saving a checkpoint.
     """
     say = say or _to_standard_error
-    plan = make_plan(options)
+    with counted("Reading which rows share documents") as progress:
+        plan = make_plan(options, progress)
     with ExitStack() as stack:
         ready = _prepare(plan, say)
         stack.enter_context(ready.run)
@@ -125,11 +127,8 @@ def _build(plan: Plan, say: Callable[[str], None]) -> Student:
         settings = BatchSettings(rows, plan.options.length, targets=False)
         return held_out_batches(plan.cache, plan.split.held_out, settings, _EVALUATION_ROWS)
 
-    def progress(done: int, total: int) -> None:
-        if done == total or done % max(total // 10, 1) == 0:
-            say(f"Looking for the block to drop: {done} of {total} measured.")
-
-    student = build(plan.options, plan.cache, batches, progress)
+    with counted("Looking for the layers to drop") as progress:
+        student = build(plan.options, plan.cache, batches, progress)
     if student.search is not None:
         first, last = student.search.first, student.search.last
         best = min(student.search.cross_entropies)

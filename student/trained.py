@@ -75,9 +75,16 @@ def open_checkpoint(
 
 
 def evaluate(
-    options: EvaluateOptions, say: Callable[[str], None] = lambda text: None
+    options: EvaluateOptions,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[int, Evaluation]:
     """Measures a checkpoint on the run's held-out rows; returns its step and the result.
+
+    Args:
+      options: which run and checkpoint.
+      say: takes warnings.
+      progress: called with (rows done, in all).
 
     Raises:
       StudentError, CacheError, DecoderError: what is wrong and what to do.
@@ -116,7 +123,7 @@ def evaluate(
         kl_objective(plan.cache.encoding)[1],
         plan.devices,
         theirs,
-        lambda done: say(f"Evaluating: {done} of {rows} rows."),
+        lambda done: progress(done, rows),
     )
     return trained.step, found
 

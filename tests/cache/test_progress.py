@@ -88,3 +88,13 @@ def test_on_a_terminal_the_line_is_live_and_what_is_said_stays_above_it(monkeypa
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     assert re.search(r"Training [━╸]+ 5/9 slow \[x\] ", plain.splitlines()[-1])
     assert "Training: " not in text
+
+
+def test_counted_work_is_shown_when_it_takes_long(capsys, monkeypatch):
+    now = iter([0.0, 1.0, 1.0, 1.0, 6.0, 6.0, 12.0, 12.0, 18.0, 18.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    with progress.counted("Reading") as report:
+        for done in (10, 20, 30, 40):
+            report(done, 100)
+    # The line begins at 1 s; the first that comes 10 s later is at 12 s.
+    assert capsys.readouterr().err == "Reading: 30/100, 1.8/s, 0:38 left\n"
