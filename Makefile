@@ -35,6 +35,8 @@ parity: $(PARITY_VENV)/.installed
 benchmark: $(VENV)/.dev $(VENV)/.teacher
 	$(BIN)/python benchmarks/capture.py
 	$(BIN)/python benchmarks/read.py
+	$(BIN)/python benchmarks/train.py
+	$(BIN)/python benchmarks/quality.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

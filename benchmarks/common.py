@@ -1,4 +1,4 @@
-"""What both benchmarks share: the machine, timing of several sides in turn, tables, the corpus."""
+"""What all benchmarks share: the machine, timing of several sides in turn, tables, the corpus."""
 
 from __future__ import annotations
 

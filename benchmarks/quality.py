@@ -25,6 +25,7 @@ import optax
 from common import Finding, Goal, main
 from dense import as_batch, kl_of_logits, make_dense_step
 from flax import nnx
+from quality_plot import Trained, draw_plot
 from recipes import RECIPES, Recipe, Stored, Teacher, store
 from small_text import Text, read_text
 
@@ -36,8 +37,9 @@ from student.options import TrainOptions
 from student.step import LossSettings, State, hidden_states, make_step, place, replicate
 
 LENGTH = 128
-# Weight of the labels in every student's loss but that of the hard labels.
-ALPHA = 0.5
+# Weight of the labels in every student's loss but that of the hard labels: none, so that they do
+# not make up for what the targets lack.
+ALPHA = 0.0
 PLOT = Path(__file__).with_name("quality.png")
 
 
@@ -109,17 +111,6 @@ class World:
     teacher_cross_entropy: float
 
 
-@dataclass(frozen=True)
-class Trained:
-    """One recipe's students: a held-out KL and cross-entropy for each seed, nats."""
-
-    recipe: Recipe
-    bytes: float
-    draws: int
-    kl: list[float]
-    ce: list[float]
-
-
 @cache
 def world(quick: bool) -> World:
     sizes = _sizes(quick)
@@ -170,8 +161,7 @@ def _fit(
         targets = jax.tree.map(lambda x: x[chosen], stored.targets)  # noqa: B023
         batch = place(as_batch(rows[chosen], targets), 1, devices)
         more = (head,) if stored.objective is None else ()
-        state, metrics = step(state, batch, alpha, *more)
-    assert np.isfinite(np.asarray(metrics.sums.loss)), "the loss is not finite"
+        state, _ = step(state, batch, alpha, *more)
     return state.parameters
 
 
@@ -220,6 +210,7 @@ def _measure(functions: StudentFunctions, parameters: Any, judge: Teacher) -> tu
         for part in _eighths(len(judge.tokens))
     ]
     ce, kl = np.sum(np.asarray(found, np.float64), axis=0)
+    assert np.isfinite(ce + kl), "the loss is not finite"
     labels = judge.tokens[:, 1:].size
     return float(ce / labels), float(kl / labels)
 
@@ -356,43 +347,6 @@ def _beside_replacement(k: int) -> Finding:
         goal=Goal("at most", 1.0),
         details={"ratios": ratios},
     )
-
-
-def draw_plot(trained: dict[str, Trained], path: Path) -> None:
-    """Held-out KL over bytes per token: mean and standard deviation over seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    lines = {
-        "sampled tail": lambda x: x.group == "sampled",
-        "with replacement": lambda x: x.group == "replacement",
-        "exact, rest as one class (bucket)": lambda x: x.objective == "bucket",
-        "exact, renormalised": lambda x: x.objective == "renormalise",
-    }
-    for name, belongs in lines.items():
-        chosen = [x for x in trained.values() if belongs(x.recipe)]
-        axes.errorbar(
-            [x.bytes for x in chosen],
-            [statistics.mean(x.kl) for x in chosen],
-            yerr=[statistics.stdev(x.kl) if len(x.kl) > 1 else 0.0 for x in chosen],
-            marker="o",
-            markersize=4,
-            capsize=3,
-            label=name,
-        )
-    for name, style in (("hard labels", ":"), ("full distribution", "--")):
-        level = statistics.mean(trained[name].kl)
-        axes.axhline(level, color="black", linewidth=1, linestyle=style, label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes per token, before compression")
-    axes.set_ylabel("held-out KL to the teacher, nats")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

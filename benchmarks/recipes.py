@@ -259,7 +259,7 @@ def _draw(random: np.random.Generator, p: np.ndarray, draws: int) -> np.ndarray:
 
 def _distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Distinct ids of each position and how often they are there; then 0, 0 times."""
-    positions, draws = ids.shape
+    positions = len(ids)
     new = np.ones(ids.shape, bool)
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]
     slot = np.cumsum(new, axis=-1) - 1

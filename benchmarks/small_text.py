@@ -51,8 +51,9 @@ def read_text(vocabulary: int, length: int, rows: dict[str, int]) -> Text:
             text = next(rest, None)
             if text is None:
                 raise SystemExit(f"the standard library has too little text for {rows} rows")
-            # One large file would be most of a part.
-            ids += tokenizer.encode(text[: 4 * length * max(rows[part] // 8, 1)]).ids + [end]
+            # No file is more than about an eighth of a part.
+            most = 4 * length * max(rows[part] // 8, 1)
+            ids += [*tokenizer.encode(text[:most]).ids, end]
         cut = np.array(ids[: rows[part] * length], np.int32)
         parts[part] = cut.reshape(rows[part], length)
     return Text(vocabulary=tokenizer.get_vocab_size(), **parts)

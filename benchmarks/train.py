@@ -8,6 +8,7 @@ in one process.
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ def online(quick: bool, folder: Path) -> list[Finding]:
     opened = _capture(folder.parent, quick)
     devices = jax.local_devices()[:1]
     teacher = decoder.load_model(smollm2()).model
+    assert isinstance(teacher, decoder.Decoder)
     pruned = drop(teacher, *DROPPED)
     functions, theirs = student_functions(pruned), student_functions(teacher)
     # The student shares arrays with the teacher, and its step donates them.
@@ -155,7 +157,7 @@ def online(quick: bool, folder: Path) -> list[Finding]:
             f"capture of {counted:,} tokens, writing included",
             f"{capture * 1e3:.2f} ms/token",
             f"saved in training {saved * 1e3:.2f} ms/token",
-            capture / saved,
+            capture / saved if saved > 0 else math.inf,
             unit="epochs or students until the cache has paid for itself",
             details=details,
         ),

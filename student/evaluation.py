@@ -117,7 +117,7 @@ def make_row_sums(
 
     The batch is placed with one micro-batch, its targets at the KL's temperature; the training
     targets are those at the objective's, where that is another one. Results are
-    [devices, 1, rows, ...].
+    [devices, rows, ...].
     """
     settings = measures.training
     same = settings.objective == measures.kl

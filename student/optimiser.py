@@ -15,7 +15,8 @@ from student.options import TrainOptions
 def learning_rate(options: TrainOptions, steps: int) -> optax.Schedule:
     """The learning rate of each step 0 … steps - 1: linear warm-up, then half a cosine.
 
-    The first step's is not 0, and the last one's is `final_learning_rate` of the highest.
+    The first step's is not 0, and the last one's is `final_learning_rate` of the highest, unless
+    it is the first after the warm-up and so has the highest.
     """
     warm = min(math.ceil(options.warmup * steps), steps - 1)
     highest = options.learning_rate

@@ -219,5 +219,8 @@ def place(batch: Batch, accumulation: int, devices: Sequence[Any]) -> Batch:
 
 
 def replicate(tree: Any, devices: Sequence[Any]) -> Any:
-    """A copy of a pytree on each device, without a device axis."""
+    """A pytree on each device, without a device axis.
+
+    What is on the first device already is not copied: donating the result ends the original.
+    """
     return jax.device_put(tree, NamedSharding(mesh_of(devices), PartitionSpec()))

@@ -16,7 +16,7 @@ from cache.progress import counted
 from student.batches import BatchSettings
 from student.checkpoints import Checkpoints, Restored
 from student.display import Display, Moment
-from student.errors import RunError
+from student.errors import RunError, StudentError, TrainingError
 from student.evaluation import Evaluation, kl_objective, make_row_sums, mean_over
 from student.functions import StudentFunctions, parameters_of, student_functions
 from student.input import TrainingInput, held_out_batches
@@ -124,6 +124,11 @@ def _build(plan: Plan, say: Callable[[str], None]) -> Student:
     rows = plan.cache.encoding.vocabulary
 
     def batches() -> Any:
+        if not len(plan.split.held_out):
+            raise StudentError(
+                f"--drop-layers {plan.options.drop_layers} finds the block by the loss on held-out "
+                "rows, and --held-out 0 leaves none. Hold some out, or say which: FIRST-LAST."
+            )
         settings = BatchSettings(rows, plan.options.length, targets=False)
         return held_out_batches(plan.cache, plan.split.held_out, settings, _EVALUATION_ROWS)
 
@@ -253,6 +258,7 @@ class _Session:
 
     def _begin(self, state: State, position: Mapping[str, Any], trackers: Trackers) -> None:
         """Measures the student before its first step, and saves it as it is."""
+        _check_finite(state, 0)
         evaluation = self._evaluate(state, 0, trackers)
         if evaluation is not None:
             self._say(
@@ -269,6 +275,7 @@ class _Session:
 
     def _boundary(self, done: Done, trackers: Trackers) -> None:
         assert done.state is not None
+        _check_finite(done.state, done.step)
         evaluation = None
         if self._plan.evaluates_after(done.step):
             evaluation = self._evaluate(done.state, done.step, trackers)
@@ -355,6 +362,17 @@ class _Session:
     def _outcome(self, steps: int) -> Trained:
         run = self._ready.run
         return Trained(run.folder, steps, tuple(read_metrics(run.evaluations)))
+
+
+def _check_finite(state: State, step: int) -> None:
+    """A step's loss is that before its update, and so says nothing of what the update gave."""
+    for name, x in state.parameters.items():
+        if not np.isfinite(np.asarray(x)).all():
+            raise TrainingError(
+                f"after step {step} the parameter {name} holds numbers that are not finite. "
+                "Nothing of this step was saved; checkpoints before it are sound. Try a lower "
+                "--learning-rate or a --clip, with another --out."
+            )
 
 
 def _curves(group: str, values: Mapping[str, Any]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 import decoder
+from cache.errors import CacheError, DamageError
 from decoder import Decoder
 from student.checkpoints import Checkpoints
 from student.errors import RunError, StudentError
@@ -131,7 +132,12 @@ def evaluate(
 def _plan(trained: Checkpoint) -> Plan:
     # The batch plays no part here, and the devices may be others than in training.
     options = replace(trained.options, batch=1, accumulation=1)
-    plan = make_plan(options, training=False)
+    try:
+        plan = make_plan(options, training=False)
+    except DamageError:
+        raise
+    except CacheError as error:
+        raise RunError(f"{error} If the run's cache was moved, say where with --cache.") from error
     if cache_identity(plan.cache) != trained.record["cache"]["identity"]:
         raise RunError(
             f"the cache {plan.cache.location} is not the one that the run was trained from. Give "

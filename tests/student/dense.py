@@ -70,17 +70,22 @@ def loss(
     temperature: float,
     divergence: str = "forward",
     beta: float = 0.5,
+    mask: Any = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Loss summed over positions, its gradient with respect to the student's logits, and CE and
-    KD of each position. Everything in float64."""
+    KD of each position. Everything in float64.
+
+    Runs operation by operation: these are compiled once for all objectives, and an objective as
+    a whole takes a second.
+    """
+    counted = np.ones(len(teacher)) if mask is None else np.asarray(mask, np.float64)
     with jax.enable_x64(True):
         z = jnp.asarray(np.asarray(student, np.float64))
         value = _Dense(kind, teacher, labels, targets, temperature, divergence, beta)
 
-        @jax.jit
         def total(z: Any) -> Any:
             ce, kd = value(z)
-            return jnp.sum(alpha * ce + (1 - alpha) * temperature**2 * kd), (ce, kd)
+            return jnp.sum(counted * (alpha * ce + (1 - alpha) * temperature**2 * kd)), (ce, kd)
 
         (found, (ce, kd)), gradient = jax.value_and_grad(total, has_aux=True)(z)
         return np.asarray(found), np.asarray(gradient), np.asarray(ce), np.asarray(kd)
@@ -91,13 +96,12 @@ class _Dense:
         self.kind, self.labels = kind, labels
         self.temperature, self.divergence, self.beta = temperature, divergence, beta
         self.p = softmax(teacher / temperature)  # [n, vocabulary]
-        n = len(teacher)
-        self.exact = np.zeros_like(self.p)
+        self.exact = np.zeros(self.p.shape, bool)
         self.drawn = np.zeros_like(self.p)
-        for row in range(n):
+        for row in range(len(teacher)):
             count = targets.exact_counts[row]
             kept = targets.ids[row][targets.ids[row] != NO_ID].astype(np.int64)
-            self.exact[row, kept[:count]] = 1
+            self.exact[row, kept[:count]] = True
             self.drawn[row, kept[count:]] = 1
         self.entropy = np.asarray(targets.entropy, np.float64)
 
@@ -107,29 +111,31 @@ class _Dense:
         if self.kind == "labels":
             return ce, jnp.zeros_like(ce)
         if self.kind == "sampled":
-            tail = (self.p * (1 - self.exact)).sum(-1, keepdims=True)
+            tail = (self.p * ~self.exact).sum(-1, keepdims=True)
             drawn = self.drawn.sum(-1, keepdims=True)
             weights = self.p * self.exact + self.drawn * tail / np.maximum(drawn, 1)
             return ce, -(weights * log_q).sum(-1) - self._entropy(drawn[:, 0] == 0)
-        ids, outside = self._exact_ids(), self.exact == 0
-        p = np.take_along_axis(self.p, ids, axis=-1)
-        log_class = jnp.take_along_axis(log_q, ids, axis=-1)
+        # A class for each exact token; 0 stands at the other tokens, and counts for nothing.
+        valid, p = self.exact, self.p * self.exact
         if self.kind == "renormalise":
-            log_class = jax.nn.log_softmax(log_class)
+            ours = jax.nn.logsumexp(log_q, axis=-1, where=valid, keepdims=True)
+            log_class = jnp.where(valid, log_q - ours, 0)
             p = p / p.sum(-1, keepdims=True)
-        elif outside.any():
-            p = np.concatenate([p, (self.p * outside).sum(-1, keepdims=True)], axis=-1)
-            rest = jax.nn.logsumexp(jnp.where(outside, log_q, -jnp.inf), axis=-1)
-            log_class = jnp.concatenate([log_class, rest[:, None]], axis=-1)
-        return ce, self._between(p, jnp.exp(log_class), log_class).sum(-1)
+        else:
+            log_class = jnp.where(valid, log_q, 0)
+            if not valid.all():
+                rest = jax.nn.logsumexp(log_q, axis=-1, where=~valid, keepdims=True)
+                log_class = jnp.concatenate([log_class, rest], axis=-1)
+                left = (self.p * ~valid).sum(-1, keepdims=True)
+                p = np.concatenate([p, left], axis=-1)
+                valid = np.pad(valid, ((0, 0), (0, 1)), constant_values=True)
+        terms = self._between(p, jnp.exp(log_class), log_class)
+        return ce, jnp.where(valid, terms, 0).sum(-1)
 
     def _entropy(self, whole):
         spread = -(self.p * np.log(np.where(self.p > 0, self.p, 1))).sum(-1)
         known = self.entropy if self.temperature == 1 else np.zeros_like(self.entropy)
         return np.where(whole, spread, known)
-
-    def _exact_ids(self):
-        return np.stack([np.flatnonzero(row) for row in self.exact])
 
     def _between(self, p, q, log_q):
         log_p = jnp.log(jnp.where(p > 0, p, 1))

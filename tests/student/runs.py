@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -20,7 +22,7 @@ from student.options import TrainOptions
 from student.train import Trained, train
 from student.trained import open_checkpoint
 from tests.models import write_tiny_teacher
-from tests.pipelines.small import environment  # noqa: F401  (shares compiled programs)
+from tests.pipelines.small import environment
 from tests.student.small import make_student_cache
 
 VOCABULARY = 300
@@ -129,6 +131,33 @@ def use_devices(patch: pytest.MonkeyPatch, count: int) -> None:
     """Lets training see the first so many devices."""
     devices = jax.devices()[:count]
     patch.setattr("student.plan.jax.local_devices", lambda: devices)
+
+
+_ON_TWO_DEVICES = """
+import sys
+import jax
+devices = jax.devices()[:2]
+jax.local_devices = lambda: devices
+import stillroom
+{before}
+sys.exit(stillroom.main(sys.argv[1:]))
+"""
+
+
+def process(command: list[str], before: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a command line in a process of its own, on two of eight devices as the tests do, so
+    that it finds what they have compiled.
+
+    Args:
+      before: code that is run first.
+    """
+    return subprocess.run(
+        [sys.executable, "-c", _ON_TWO_DEVICES.format(before=before), *command],
+        env=environment(devices=8),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 class Killed(BaseException):

@@ -146,10 +146,10 @@ def test_a_request_before_the_first_step():
 def test_numbers_that_are_not_finite(bad, text, step):
     """Step and rows are named, padding is not; the steps before are reported, this one is not."""
     events: list[str] = []
-    reported = []
+    reported: list[int] = []
+    found = go(events, bad={step: bad})
     with pytest.raises(TrainingError) as error:
-        for done in go(events, bad={step: bad}):
-            reported.append(done.step)  # noqa: PERF402
+        reported.extend(done.step for done in found)
     assert reported == list(range(1, step))
     message = str(error.value)
     assert message.startswith(f"step {step} gave numbers that are not finite: ")

@@ -1,8 +1,12 @@
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from student.batches import Targets
 from student.losses import fused_loss, loss_and_gradient, masked, position_losses
 from student.objectives import Objective
 from tests.student import dense
@@ -22,44 +26,84 @@ MODES = [
 EXACT_MODES = [mode for mode in MODES if mode[0] != "labels"]
 
 
-def objective(kind: str, way: str = "forward", temperature: float = 1.0, **more) -> Objective:
+def objective(kind: Any, way: Any = "forward", temperature=1.0, **more) -> Objective:
     return Objective(kind, way, temperature=temperature, no_id=NO_ID, **more)
 
 
-compiled = jax.jit(loss_and_gradient, static_argnums=3)
+# Compiling is nearly all of the time, so all cases but the largest are padded to one shape: rows
+# that do not count, tokens whose probability is exactly 0 on both sides, and empty entries.
+N, VOCABULARY, K = 8, 1_000, 64
+NEVER = -1e4
 
 
-def both(kind, way, temperature, teacher, student, labels, k, sampled=0, alpha=0.3, beta=0.5):
-    """Our loss, gradient, CE, KD and those of the dense reference."""
-    drawn = sampled if kind == "sampled" else 0
-    targets = targets_of(teacher, k, temperature, drawn)
-    chosen = objective(kind, way, temperature, beta=beta)
-    positions = positions_of(labels, targets)
-    logits = jnp.asarray(student, jnp.float32)
-    sums, gradient = compiled(logits, positions, jnp.float32(alpha), chosen)
-    ce, kd = jax.jit(position_losses, static_argnums=2)(logits, positions, chosen)
-    expected = dense.loss(
+@partial(jax.jit, static_argnums=3)
+def compiled(logits, positions, alpha, chosen):
+    sums, gradient = loss_and_gradient(logits, positions, alpha, chosen)
+    return (sums, gradient, *position_losses(logits, positions, chosen))
+
+
+def widened(values, shape, fill):
+    """Padded with `fill`; and further rows like the first."""
+    values = np.asarray(values)
+    width = [(0, 0), *((0, most - size) for most, size in zip(shape, values.shape[1:]))]  # noqa: B905
+    padded = np.pad(values, width, constant_values=fill)
+    return np.concatenate([padded, np.repeat(padded[:1], N - len(values), axis=0)])
+
+
+def widened_targets(targets):
+    ids, logprobs, *others = targets
+    padded = widened(ids, (K,), NO_ID), widened(logprobs, (K,), np.nan)
+    return Targets(*padded, *(widened(x, (), 0) for x in others))
+
+
+def counted(count, mask=None):
+    mask = np.ones(count, bool) if mask is None else np.asarray(mask)
+    return np.concatenate([mask, np.zeros(N - count, bool)])
+
+
+def ours(student, labels, targets, alpha, chosen, mask=None):
+    """The four results for logits [n, vocabulary], unpadded again."""
+    n, vocabulary = student.shape
+    logits = widened(student, (VOCABULARY,), NEVER).astype(np.float32)
+    positions = positions_of(widened(labels, (), 0), widened_targets(targets), counted(n, mask))
+    sums, gradient, ce, kd = compiled(logits, positions, jnp.float32(alpha), chosen)
+    gradient = np.asarray(gradient)
+    assert (gradient[n:] == 0).all()
+    assert (gradient[:, vocabulary:] == 0).all()
+    return sums.loss, gradient[:n, :vocabulary], ce[:n], kd[:n]
+
+
+def theirs(mode, teacher, student, labels, targets, alpha):
+    """The four results of the dense reference."""
+    (n, vocabulary), (kind, way, temperature) = student.shape, mode
+    loss, gradient, ce, kd = dense.loss(
         kind,
-        teacher,
-        student,
-        np.asarray(labels),
-        targets,
+        widened(teacher, (VOCABULARY,), -np.inf),
+        widened(student, (VOCABULARY,), NEVER),
+        widened(labels, (), 0),
+        widened_targets(targets),
         alpha=alpha,
         temperature=temperature,
         divergence=way,
-        beta=beta,
+        mask=counted(n),
     )
-    return (sums.loss, gradient, ce, kd), expected
+    return loss, gradient[:n, :vocabulary], ce[:n], kd[:n]
 
 
-@pytest.mark.parametrize("vocabulary", [1_000, 151_936])
-@pytest.mark.parametrize(("kind", "way", "temperature"), MODES)
-def test_value_and_gradient_equal_a_dense_reference_in_float64(kind, way, temperature, vocabulary):
+def results(kind, way, temperature, teacher, student, labels, k, alpha, beta=0.5):
+    """Our loss, gradient, CE and KD."""
+    targets = targets_of(teacher, k, temperature)
+    return ours(student, labels, targets, alpha, objective(kind, way, temperature, beta=beta))
+
+
+def draw(vocabulary, n=2):
     random = np.random.default_rng(0)
-    teacher = random.normal(size=(2, vocabulary)) * 3
-    student = teacher + random.normal(size=(2, vocabulary))
-    labels = random.integers(0, vocabulary, 2)
-    found, expected = both(kind, way, temperature, teacher, student, labels, k=12, sampled=6)
+    teacher = random.normal(size=(n, vocabulary)) * 3
+    student = teacher + random.normal(size=(n, vocabulary))
+    return teacher, student, random.integers(0, vocabulary, n)
+
+
+def assert_close(found, expected):
     assert abs(found[0] - expected[0]) <= 1e-5 * max(1.0, abs(expected[0]))
     scale = np.abs(expected[1]).max()
     np.testing.assert_allclose(found[1], expected[1], atol=1e-5 * scale, rtol=1e-4)
@@ -67,16 +111,44 @@ def test_value_and_gradient_equal_a_dense_reference_in_float64(kind, way, temper
     np.testing.assert_allclose(found[3], expected[3], atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("kind", ["sampled", "bucket", "renormalise"])
-def test_all_entries_exact_equal_dense_kl(kind, temperature):
+@pytest.mark.parametrize(("kind", "way", "temperature"), MODES)
+def test_value_and_gradient_equal_a_dense_reference_in_float64(kind, way, temperature):
+    teacher, student, labels = draw(VOCABULARY, n=N)
+    targets = targets_of(teacher, K, temperature, 30 if kind == "sampled" else 0)
+    found = ours(student, labels, targets, 0.3, objective(kind, way, temperature))
+    assert_close(found, theirs((kind, way, temperature), teacher, student, labels, targets, 0.3))
+
+
+@pytest.mark.parametrize(("kind", "way", "temperature"), MODES)
+def test_the_same_at_a_vocabulary_of_151_936(kind, way, temperature):
+    teacher, student, labels = draw(151_936)
+    targets = targets_of(teacher, 12, temperature, 6 if kind == "sampled" else 0)
+    chosen = objective(kind, way, temperature)
+    logits, positions = jnp.asarray(student, jnp.float32), positions_of(labels, targets)
+    sums, gradient, ce, kd = compiled(logits, positions, jnp.float32(0.3), chosen)
+    settings = {"alpha": 0.3, "temperature": temperature, "divergence": way}
+    expected = dense.loss(kind, teacher, student, labels, targets, **settings)
+    assert_close((sums.loss, gradient, ce, kd), expected)
+
+
+# Without room, k is the vocabulary, and there is nothing that could be outside the entries.
+@pytest.mark.parametrize(
+    ("kind", "temperature", "room"),
+    [(kind, t, True) for kind in ("sampled", "bucket", "renormalise") for t in (1.0, 2.0)]
+    + [("sampled", 1.0, False), ("bucket", 1.0, False), ("bucket", 2.0, False)],
+)
+def test_all_entries_exact_equal_dense_kl(kind, temperature, room):
     random = np.random.default_rng(1)
     teacher, student = random.normal(size=(2, 4, 50)) * 2
     p = dense.softmax(teacher / temperature)
     q = dense.softmax(student / temperature)
-    (_, gradient, _, kd), _ = both(
-        kind, "forward", temperature, teacher, student, [0, 1, 2, 3], k=50, alpha=0.0
-    )
+    targets, labels = targets_of(teacher, 50, temperature), [0, 1, 2, 3]
+    chosen = objective(kind, temperature=temperature)
+    if room:
+        _, gradient, _, kd = ours(student, labels, targets, 0.0, chosen)
+    else:
+        logits, positions = jnp.asarray(student, jnp.float32), positions_of(labels, targets)
+        _, gradient, _, kd = compiled(logits, positions, jnp.float32(0.0), chosen)
     np.testing.assert_allclose(kd, (p * np.log(p / q)).sum(-1), atol=1e-6)
     np.testing.assert_allclose(gradient, temperature * (q - p), atol=1e-6)
 
@@ -86,7 +158,7 @@ def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient(kind, way, t
     """C01: both sides on one support. The mixed form gives 0.126928."""
     logits = np.array([[2.0, 1.0, 0.0, -1.0]])
     k = 4 if kind == "sampled" else 2
-    (loss, gradient, _, kd), _ = both(kind, way, temperature, logits, logits, [1], k=k, alpha=0.0)
+    loss, gradient, _, kd = results(kind, way, temperature, logits, logits, [1], k=k, alpha=0.0)
     assert abs(float(kd[0])) < 1e-6
     assert abs(float(loss)) < 1e-6
     assert np.abs(gradient).max() < 1e-6
@@ -95,7 +167,7 @@ def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient(kind, way, t
 def test_the_soft_term_has_its_factor_of_temperature_squared():
     """C04."""
     for kind in ("sampled", "bucket", "renormalise"):
-        (loss, gradient, ce, kd), _ = both(
+        loss, gradient, ce, kd = results(
             kind, "forward", 2.0, np.array([[2.0, 0.0]]), np.zeros((1, 2)), [0], k=2, alpha=0.0
         )
         assert float(kd[0]) == pytest.approx(0.110944, abs=1e-6)
@@ -117,7 +189,7 @@ def test_the_soft_term_has_its_factor_of_temperature_squared():
 def test_the_direction_of_a_divergence(way, beta, value):
     """C05: p = (.9, .1), q = (.5, .5)."""
     teacher = np.log([[0.9, 0.1]])
-    (_, _, _, kd), _ = both(
+    _, _, _, kd = results(
         "bucket", way, 1.0, teacher, np.zeros((1, 2)), [0], k=2, alpha=0.0, beta=beta
     )
     assert float(kd[0]) == pytest.approx(value, abs=2e-6)
@@ -130,9 +202,9 @@ def test_a_temperature_takes_the_mass_of_that_temperature():
     student = np.array([[0.3, -0.2, 0.1, 0.5]])
     q = dense.softmax(student / 2)[0]
     q = np.array([q[0], q[1], q[2] + q[3]])
-    (_, _, _, kd), _ = both("bucket", "forward", 2.0, teacher, student, [0], k=2, alpha=0.0)
+    _, _, _, kd = results("bucket", "forward", 2.0, teacher, student, [0], k=2, alpha=0.0)
     assert float(kd[0]) == pytest.approx((p * np.log(p / q)).sum(), abs=2e-6)
-    (_, _, _, kd), _ = both("renormalise", "forward", 2.0, teacher, student, [0], k=2, alpha=0.0)
+    _, _, _, kd = results("renormalise", "forward", 2.0, teacher, student, [0], k=2, alpha=0.0)
     p, q = np.array([0.731059, 0.268941]), q[:2] / q[:2].sum()
     assert float(kd[0]) == pytest.approx((p * np.log(p / q)).sum(), abs=2e-6)
 
@@ -145,11 +217,10 @@ def test_gradients_are_finite_whatever_the_student_thinks(kind, way, temperature
     student = np.zeros((6, 40))
     for row, gap in enumerate((20.0, -20.0, 60.0, -60.0, 300.0, -300.0)):
         student[row, targets.ids[row].astype(int)] = gap
-    (loss, gradient, _, _), expected = both(
-        kind, way, temperature, teacher, student, list(range(6)), k=6, sampled=3
-    )
-    assert np.isfinite(loss)
-    assert np.isfinite(gradient).all()
+    labels = list(range(6))
+    loss, gradient, _, _ = ours(student, labels, targets, 0.3, objective(kind, way, temperature))
+    expected = theirs((kind, way, temperature), teacher, student, labels, targets, 0.3)
+    assert np.isfinite([loss, *gradient.flat]).all()
     np.testing.assert_allclose(loss, expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-4, atol=2e-5)
 
@@ -164,26 +235,11 @@ def test_a_teacher_with_impossible_tokens(kind, way, temperature):
         targets = targets_of(teacher, 5, temperature)
     assert np.isneginf(targets.logprobs[0, 3:]).all()
     assert np.isneginf(targets.tail_logprobs).all()
-    targets = targets._replace(entropy=np.float32([0.8324]))
-    sums, gradient = compiled(
-        jnp.asarray(student, jnp.float32),
-        positions_of([0], targets),
-        jnp.float32(0.5),
-        objective(kind, way, temperature),
-    )
-    assert np.isfinite(sums.loss)
-    assert np.isfinite(gradient).all()
-    expected = dense.loss(
-        kind,
-        teacher,
-        student,
-        np.array([0]),
-        targets,
-        alpha=0.5,
-        temperature=temperature,
-        divergence=way,
-    )
-    np.testing.assert_allclose(sums.loss, expected[0], rtol=1e-5)
+    targets = targets._replace(entropy=np.array([0.8324], np.float32))
+    loss, gradient, _, _ = ours(student, [0], targets, 0.5, objective(kind, way, temperature))
+    assert np.isfinite([loss, *gradient.flat]).all()
+    expected = theirs((kind, way, temperature), teacher, student, [0], targets, 0.5)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-4, atol=1e-5)
 
 
@@ -194,7 +250,7 @@ def test_what_stands_at_positions_without_a_label_changes_nothing(kind, way, tem
     teacher, student = random.normal(size=(2, 5, 30))
     targets = targets_of(teacher, 6, temperature, 3 if kind == "sampled" else 0)
     mask = [True, False, True, False, False]
-    chosen, alpha = objective(kind, way, temperature), jnp.float32(0.5)
+    chosen = objective(kind, way, temperature)
     seen = []
     for garbage, label in ((0.0, 0), (1e4, 29), (np.nan, 3), (-np.inf, 0)):
         dirty = jax.tree.map(np.array, targets)
@@ -202,12 +258,10 @@ def test_what_stands_at_positions_without_a_label_changes_nothing(kind, way, tem
             junk = garbage if values.dtype.kind == "f" else 255
             values[~np.array(mask)] = junk
         labels = np.where(mask, [4, 0, 7, 0, 0], label)
-        sums, gradient = compiled(
-            jnp.asarray(student, jnp.float32), positions_of(labels, dirty, mask), alpha, chosen
-        )
-        seen.append((np.asarray(sums.loss).tobytes(), np.asarray(gradient)))
+        loss, gradient, _, _ = ours(student, labels, dirty, 0.5, chosen, mask)
+        seen.append((np.asarray(loss).tobytes(), gradient))
         assert np.isfinite(gradient).all()
-        assert (np.asarray(gradient)[~np.array(mask)] == 0).all()
+        assert (gradient[~np.array(mask)] == 0).all()
     assert all(one[0] == seen[0][0] for one in seen)
     for one in seen[1:]:
         np.testing.assert_array_equal(one[1], seen[0][1])
@@ -216,7 +270,7 @@ def test_what_stands_at_positions_without_a_label_changes_nothing(kind, way, tem
 def test_cross_entropy_skips_padding():
     """C19: logits [1, 2, 3], label 2, and one pad."""
     logits = jnp.asarray([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
-    sums, _ = compiled(
+    sums, *_ = compiled(
         logits, positions_of([2, 0], None, [True, False]), jnp.float32(1.0), objective("labels")
     )
     assert float(sums.ce) == pytest.approx(0.407606, abs=1e-6)
@@ -227,8 +281,8 @@ def test_a_weight_of_0_for_the_teacher_is_plain_cross_entropy():
     random = np.random.default_rng(4)
     teacher, student = random.normal(size=(2, 6, 40))
     labels = random.integers(0, 40, 6)
-    (_, soft, _, _), _ = both("bucket", "forward", 1.0, teacher, student, labels, k=8, alpha=1.0)
-    (_, hard, _, _), _ = both("labels", "forward", 1.0, teacher, student, labels, k=8, alpha=1.0)
+    _, soft, _, _ = results("bucket", "forward", 1.0, teacher, student, labels, k=8, alpha=1.0)
+    _, hard, _, _ = results("labels", "forward", 1.0, teacher, student, labels, k=8, alpha=1.0)
     np.testing.assert_allclose(soft, hard, atol=1e-7)
 
 
@@ -237,9 +291,9 @@ def test_another_teacher_gives_another_gradient(kind):
     """C08: the cached targets reach the loss."""
     random = np.random.default_rng(5)
     one, other, student = random.normal(size=(3, 6, 40))
-    (_, first, _, _), _ = both(kind, "forward", 1.0, one, student, [0] * 6, k=8, alpha=0.0)
-    (_, second, _, _), _ = both(kind, "forward", 1.0, other, student, [0] * 6, k=8, alpha=0.0)
-    assert np.abs(np.asarray(first) - np.asarray(second)).max() > 1e-4
+    _, first, _, _ = results(kind, "forward", 1.0, one, student, [0] * 6, k=8, alpha=0.0)
+    _, second, _, _ = results(kind, "forward", 1.0, other, student, [0] * 6, k=8, alpha=0.0)
+    assert np.abs(first - second).max() > 1e-4
 
 
 def test_rows_of_the_head_that_no_token_has_get_no_probability():
@@ -247,17 +301,18 @@ def test_rows_of_the_head_that_no_token_has_get_no_probability():
     random = np.random.default_rng(6)
     teacher, student = random.normal(size=(2, 3, 18))
     targets = targets_of(teacher, 4)
-    wide = np.concatenate([student, np.full((3, 6), 50.0)], axis=-1)
-    legal = np.arange(24) < 18
-    chosen, alpha, labels = objective("bucket"), jnp.float32(0.5), [0, 1, 2]
-    positions = positions_of(labels, targets)
-    sums, gradient = compiled(
-        masked(jnp.asarray(wide, jnp.float32), legal), positions, alpha, chosen
-    )
-    plain, without = compiled(jnp.asarray(student, jnp.float32), positions, alpha, chosen)
-    np.testing.assert_allclose(sums.loss, plain.loss, rtol=1e-6)
-    np.testing.assert_allclose(gradient[:, :18], without, atol=1e-7)
+    chosen, labels = objective("bucket"), [0, 1, 2]
+    loss, without, _, _ = ours(student, labels, targets, 0.5, chosen)
+    wide = np.full((N, VOCABULARY), 50.0, np.float32)
+    wide[:, :18] = widened(student, (18,), 0)
+    positions = positions_of(widened(labels, (), 0), widened_targets(targets), counted(3))
+    logits = masked(jnp.asarray(wide), np.arange(VOCABULARY) < 18)
+    sums, gradient, _, _ = compiled(logits, positions, jnp.float32(0.5), chosen)
+    np.testing.assert_allclose(sums.loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(gradient[:3, :18], without, atol=1e-7)
     assert (np.asarray(gradient[:, 18:]) == 0).all()
+    # It is the mask that does it.
+    assert compiled(jnp.asarray(wide), positions, jnp.float32(0.5), chosen)[0].loss > 2 * loss
 
 
 def linear(head, hidden):
@@ -276,8 +331,13 @@ def case():
     return head, hidden, teacher, random.integers(0, 64, 21), random.random(21) < 0.7
 
 
-@pytest.mark.parametrize("chunk", [4, 7, 64])
-@pytest.mark.parametrize(("kind", "way", "temperature"), [*MODES[:4], MODES[-1]])
+FUSED = [*MODES[:3], ("bucket", "reverse", 1.0), MODES[-1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "temperature", "chunk"),
+    [*[(*mode, 4) for mode in FUSED], (*FUSED[3], 7), (*FUSED[3], 64)],
+)
 def test_fused_equals_unfused_for_any_chunk(case, kind, way, temperature, chunk):
     head, hidden, teacher, labels, mask = case
     targets = targets_of(teacher, 8, temperature, 4 if kind == "sampled" else 0)
@@ -294,11 +354,18 @@ def test_fused_equals_unfused_for_any_chunk(case, kind, way, temperature, chunk)
     def ours(head, hidden):
         return 0.25 * fused(head, hidden, positions, alpha).loss
 
-    value, gradients = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(head, hidden)
-    expected, wanted = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(head, hidden)
+    @jax.jit
+    def everything(head, hidden):
+        arguments = (0, 1)
+        return (
+            jax.value_and_grad(ours, arguments)(head, hidden),
+            fused(head, hidden, positions, alpha).loss,
+            jax.value_and_grad(plain, arguments)(head, hidden),
+        )
+
+    (value, gradients), undifferentiated, (expected, wanted) = everything(head, hidden)
     np.testing.assert_allclose(value, 0.25 * expected, rtol=2e-6)
-    undifferentiated = jax.jit(fused)(head, hidden, positions, alpha)
-    np.testing.assert_allclose(undifferentiated.loss, expected, rtol=2e-6)
+    np.testing.assert_allclose(undifferentiated, expected, rtol=2e-6)
     for found, reference in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(found, 0.25 * reference, rtol=2e-4, atol=2e-6)
 

@@ -19,7 +19,7 @@ def options(**changes: Any) -> TrainOptions:
 
 def rates(steps: int, **changes: Any) -> list[float]:
     schedule = learning_rate(options(**changes), steps)
-    return [float(schedule(step)) for step in range(steps)]
+    return [np.asarray(schedule(step)).item() for step in range(steps)]
 
 
 def test_the_learning_rate_rises_and_falls():

@@ -105,7 +105,11 @@ def test_the_length_cuts_labels_and_is_told(folder):
         ({"held_out": 22.0}, StudentError, "--held-out 22 is more than the 21 rows with labels"),
         ({"held_out": 21.0}, StudentError, "--held-out 21 takes all 21 rows"),
         ({"temperature": 2.0}, ObjectiveError, "--temperature 2 was not captured"),
-        ({"objective": "sampled", "cache": "exact"}, ObjectiveError, "needs a cache with a sampled"),
+        (
+            {"objective": "sampled", "cache": "exact"},
+            ObjectiveError,
+            "needs a cache with a sampled",
+        ),
         ({"divergence": "reverse"}, ObjectiveError, "sampled gives --divergence forward only"),
     ],
 )
@@ -163,10 +167,10 @@ def test_a_cache_is_found_from_any_folder(folder, monkeypatch):
 
 # Of `TrainOptions`: what may change from session to session. `objective`, `divergence`, `beta`,
 # `temperature` and `precision` are recorded as they were resolved; the cache by its content.
-FREE = set(
-    "cache out accumulation remat chunk checkpoint_every evaluate_every keep keep_best "
-    "track project".split()
-)
+FREE = {
+    *("cache", "out", "accumulation", "remat", "chunk", "checkpoint_every", "evaluate_every"),
+    *("keep", "keep_best", "track", "project"),
+}
 
 
 @pytest.mark.usefixtures("two")
@@ -238,7 +242,9 @@ def test_the_mass_is_that_of_the_exact_entries(folder):
         tail = rows["tail_logprobs"][..., place][rows["label_mask"] == 1]
         expected = 1 - np.exp(tail.astype(np.float64)).mean()
         assert mass(plan) == pytest.approx(expected, abs=2e-3)
-    plan = make_plan(asked(folder, "exact", temperature=3.0, objective="renormalise"), training=False)
+    plan = make_plan(
+        asked(folder, "exact", temperature=3.0, objective="renormalise"), training=False
+    )
     assert mass(plan) is None
 
 

@@ -3,8 +3,7 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from student.metrics import read_metrics
 from student.run import open_run, read_run
 from student.tracking import Trackers
 from student.train import train
-from tests.pipelines.small import environment
 from tests.student import runs
 from tests.student.small import make_student_cache
 
@@ -54,7 +52,7 @@ def test_the_run_that_is_compared_with(made):
     """What the tests below rely on: the state changes at every step, and what is counted."""
     assert tuple(runs.steps_saved(made / "whole")) == SAVED
     states = [runs.saved(made / "whole", step) for step in SAVED]
-    for before, after in zip(states, states[1:], strict=False):
+    for before, after in pairwise(states):
         assert all(before[name] != after[name] for name in before if name.startswith("parameters/"))
     assert [x["step"] for x in runs.raw_lines(made / "whole/metrics.jsonl")] == list(range(1, 10))
     assert [x["step"] for x in runs.raw_lines(made / "whole/evaluations.jsonl")] == [0, 5, 9]
@@ -198,11 +196,7 @@ def test_asked_to_stop(made, tmp_path, number, monkeypatch, capsys):
 
 
 _KILLS_ITSELF = """
-import os, signal, sys
-import jax
-devices = jax.devices()[:2]
-jax.local_devices = lambda: devices
-import stillroom
+import os, signal
 from student.train import _Session
 original = _Session._log
 def log(session, done, *rest):
@@ -210,20 +204,13 @@ def log(session, done, *rest):
     if done.step == 7:
         os.kill(os.getpid(), signal.SIGKILL)
 _Session._log = log
-stillroom.main(sys.argv[1:])
 """
 
 
 def test_a_process_that_is_killed(made, tmp_path):
     """A real SIGKILL; what it left is gone on with as if one process had run through."""
     run = tmp_path / "run"
-    words = runs.words(runs.options(made, str(run)))
-    done = subprocess.run(
-        [sys.executable, "-c", _KILLS_ITSELF, *words],
-        env=environment(devices=8),
-        capture_output=True,
-        text=True,
-    )
+    done = runs.process(runs.words(runs.options(made, str(run))), _KILLS_ITSELF)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert [x["step"] for x in runs.raw_lines(run / "metrics.jsonl")] == list(range(1, 8))
     assert (run / "lock").exists()
@@ -244,7 +231,7 @@ def cut(run: Path, step: int) -> None:
 def test_a_damaged_checkpoint(made, tmp_path):
     """C40: the one before it, with a warning, and the same end."""
     run = killed(made, str(tmp_path / "run"), "_log", 7)
-    assert runs.steps_saved(run) == [0, 4, 5, 6] or runs.steps_saved(run) == [4, 5, 6]
+    assert runs.steps_saved(run) == [4, 5, 6]  # of which 5 is the best
     cut(run, 6)
     (run / "checkpoints/5/checkpoint.json").unlink()
     done, said = runs.run(runs.options(made, str(run)))
@@ -278,7 +265,7 @@ def test_a_student_that_changed_before_the_first_checkpoint(made, tmp_path):
     asked = {"student": str(tmp_path / "student")}
     run = killed(made, str(tmp_path / "run"), "_save", 0, **asked)
     runs.write_student(tmp_path / "student", seed=2)
-    with pytest.raises(RunError, match="is another one than when the run .* began. Bring back"):
+    with pytest.raises(RunError, match=r"is another one than when the run .* began. Bring back"):
         train(runs.options(made, str(run), **asked))
     runs.write_student(tmp_path / "student", seed=1)
     killed(made, str(run), "_log", 3, **asked)
@@ -333,7 +320,7 @@ def test_a_cache_that_was_moved_is_the_same(made, tmp_path):
 
 
 def test_a_finished_run(made, capsys):
-    before = {name: x for name, x in runs.files(made / "whole").items()}
+    before = runs.files(made / "whole")
     assert stillroom.main(runs.words(runs.options(made, "whole"))) == 0
     captured = capsys.readouterr()
     assert f"{made / 'whole'}: already complete" in captured.out

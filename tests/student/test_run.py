@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from student.errors import RunError
-from student.run import open_run, read_run
+from student.run import find_record, last_options, open_run, read_run
 
 RECORD = {
     "batch": 64,
@@ -187,3 +187,68 @@ def test_the_record_is_readable_and_keeps_its_letters(tmp_path):
     assert read_run(tmp_path) == record
     assert json.loads((tmp_path / "run.json").read_text())["record"] == record
     assert open_run(tmp_path, record, record).session == 2
+
+
+# What else lies in the folder.
+
+
+def test_the_record_is_found_if_there_is_one(tmp_path):
+    assert find_record(tmp_path / "none") is None
+    assert find_record(tmp_path) is None  # an empty folder
+    assert list(tmp_path.iterdir()) == []
+    open_run(tmp_path / "run", RECORD, {}).close()
+    assert find_record(str(tmp_path / "run")) == RECORD
+    before = files(tmp_path)
+    with pytest.raises(RunError, match="holds no run"):
+        find_record(tmp_path)  # its `run` is something else
+    with pytest.raises(RunError, match="found a file"):
+        find_record(tmp_path / "run/run.json")
+    with pytest.raises(RunError, match="local path"):
+        find_record("s3://bucket/run")
+    assert files(tmp_path) == before
+    (tmp_path / "run/run.json").write_text("{")
+    with pytest.raises(RunError, match="is damaged"):
+        find_record(tmp_path / "run")
+
+
+def test_what_a_start_that_was_killed_left_is_no_record(tmp_path):
+    (tmp_path / "lock").write_text("1\n")
+    (tmp_path / "run.json.unfinished").write_text("{")
+    assert find_record(tmp_path) is None
+
+
+def test_the_options_of_the_last_session(tmp_path):
+    for session in range(1, 12):  # 10 comes after 9
+        open_run(tmp_path, RECORD, {"keep": session, "length": None, "track": ("wandb",)}).close()
+    assert last_options(tmp_path) == {"keep": 11, "track": ["wandb"]}
+    (tmp_path / "sessions/12.toml.unfinished").write_text("keep = ")
+    (tmp_path / "sessions/notes.toml").write_text("keep = 99")
+    assert last_options(str(tmp_path))["keep"] == 11
+    for damage in ("keep = ", "\udcff"):
+        text = damage.encode(errors="surrogateescape")
+        (tmp_path / "sessions/11.toml").write_bytes(text)
+        with pytest.raises(RunError, match=r"11\.toml is damaged.*Put it back"):
+            last_options(tmp_path)
+
+
+def test_options_that_are_gone(tmp_path):
+    open_run(tmp_path, RECORD, {"keep": 1}).close()
+    (tmp_path / "sessions/1.toml").unlink()
+    with pytest.raises(RunError, match="holds no options"):
+        last_options(tmp_path)
+    (tmp_path / "sessions").rmdir()
+    with pytest.raises(RunError, match="holds no options"):
+        last_options(tmp_path)
+
+
+def test_the_tokenizer_is_kept(tmp_path):
+    kept = {"tokenizer.json": b'{"a": 1}', "chat_template.jinja": "ä{{".encode()}
+    with open_run(tmp_path, RECORD, {}) as run:
+        run.keep_tokenizer(kept)
+        folder = tmp_path / "tokenizer"
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
+        # Again, after a start that was killed in the middle of it.
+        (folder / "tokenizer.json").write_bytes(b'{"a"')
+        (folder / "tokenizer.json.unfinished").write_bytes(b"{")
+        run.keep_tokenizer(kept)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == kept
