@@ -260,6 +260,12 @@ def _combine(
     if not labels:
         raise StudentError("the held-out rows have no label to evaluate on.")
     mean = {name: total(name) / labels for name in RowSums._fields if name != "bins"}
+    unknown = [name for name, value in mean.items() if math.isnan(value)]
+    if unknown:
+        raise StudentError(
+            f"the student's {unknown[0]} on the held-out rows is not a number: its parameters are "
+            "not finite, or too large to compute with. Use an earlier checkpoint."
+        )
     bins = np.sum([sums.bins.astype(np.float64).sum(0) for _, sums in seen], axis=0)
     loss = alpha * mean["ce"] + (1 - alpha) * objective.temperature**2 * mean["kd"]
     finite = [x for x in teacher_logprobs if x > -math.inf]

@@ -380,7 +380,7 @@ def _curves(group: str, values: Mapping[str, Any]) -> dict[str, float]:
     return {f"{group}/{name}": x for name, x in values.items() if isinstance(x, float)}
 
 
-def device_memory(devices: Any) -> int | None:
+def device_memory(devices: Any) -> float | None:
     """Most bytes that any device has held; None where the backend does not tell (CPUs)."""
     known = [stats["peak_bytes_in_use"] for d in devices if (stats := d.memory_stats())]
-    return max(known, default=None)
+    return float(max(known)) if known else None

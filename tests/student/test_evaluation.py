@@ -283,18 +283,22 @@ def test_values_where_there_is_no_label_change_nothing(case, found):
 
 
 @pytest.mark.parametrize(
-    ("case", "change"), [("sampled", "nothing"), ("sampled", "no label")], indirect=["case"]
+    ("case", "rows", "parameters", "message"),
+    [
+        ("sampled", [], PARAMETERS, "no held-out row"),
+        ("sampled", [5], PARAMETERS, "the held-out rows have no label"),
+        ("sampled", [8], jax.tree.map(lambda x: x * np.nan, PARAMETERS), "ce .* is not a number"),
+    ],
+    indirect=["case"],
 )
-def test_nothing_to_evaluate_on(case, change):
+def test_what_cannot_be_evaluated_is_refused(case, rows, parameters, message):
     _, opened = case
-    rows = HELD_OUT[:0] if change == "nothing" else np.array([5], np.int64)
     kl, used = kl_objective(opened.encoding)[0], jax.devices()[:1]
-    given = batches(opened, kl, 5, rows) if change == "no label" else []
-    message = "the held-out rows have no label" if change == "no label" else "no held-out row"
+    given = batches(opened, kl, 5, np.array(rows, np.int64)) if rows else []
     with pytest.raises(StudentError, match=message):
         mean_over(
             row_sums(opened, kl, 1, False),
-            replicate(PARAMETERS, used),
+            replicate(parameters, used),
             given,
             kl,
             ALPHA,
