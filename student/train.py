@@ -155,6 +155,7 @@ class _Session:
         self._kl_kind = kl_objective(plan.cache.encoding)[1]
         self._row_sums: Any = None
         self._since_evaluation = [0, 0.0]  # tokens, seconds
+        self._compiled = False  # the session's first step compiles, and is no measure of the rate
 
     def go(self) -> Trained:
         plan, run = self._plan, self._ready.run
@@ -328,8 +329,10 @@ class _Session:
 
     def _log(self, done: Done, trackers: Trackers, display: Display) -> None:
         rate = float(self._rate(done.step - 1))  # type: ignore[arg-type]
-        self._since_evaluation[0] += done.tokens
-        self._since_evaluation[1] += done.seconds
+        if self._compiled:
+            self._since_evaluation[0] += done.tokens
+            self._since_evaluation[1] += done.seconds
+        self._compiled = True
         epoch = self._plan.epoch_of(done.step)
         values: dict[str, Any] = {
             "loss": done.loss,
