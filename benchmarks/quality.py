@@ -85,7 +85,7 @@ def _sizes(quick: bool) -> Sizes:
         )
     return Sizes(
         vocabulary=2_048,
-        rows={"teacher": 6_400, "students": 1_024, "held_out": 256},
+        rows={"teacher": 4_800, "students": 512, "held_out": 192},
         teacher=_decoder(2_048, 192, 4),
         student=_decoder(2_048, 96, 2),
         epochs=2,

@@ -45,7 +45,15 @@ def build(name: str) -> tuple[nnx.Module, int]:
 
     Raises `DecoderError` if it cannot be imported or does not follow the convention.
     """
-    model = _function(name)()
+    try:
+        model = _function(name)()
+    except DecoderError:
+        raise
+    except Exception as error:  # it is the user's code
+        raise DecoderError(
+            f"the function {name} failed: {type(error).__name__}: {error}. Mend it; --debug shows "
+            "where"
+        ) from error
     if not isinstance(model, nnx.Module):
         raise DecoderError(f"{name} returned a {type(model).__name__}; expected a flax.nnx.Module")
     if not callable(model):

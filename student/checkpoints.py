@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,23 +105,30 @@ class Checkpoints:
             are not finite are saved as None.
         """
         host = jax.tree.map(np.asarray, flatten(state))
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._clean()
-        unfinished = self._folder / f"{step}{_UNFINISHED}"
-        with _quiet(), _checkpointer() as checkpointer:
-            checkpointer.save(unfinished / STATE, args=ocp.args.PyTreeSave(host))
         finite = {
             name: value if math.isfinite(value) else None for name, value in (metrics or {}).items()
         }
-        write_record(
-            unfinished,
-            {
-                "step": step,
-                "position": dict(position),
-                "metrics": None if metrics is None else finite,
-                "leaves": {name: describe(leaf) for name, leaf in named(host)},
-            },
-        )
+        record = {
+            "step": step,
+            "position": dict(position),
+            "metrics": None if metrics is None else finite,
+            "leaves": {name: describe(leaf) for name, leaf in named(host)},
+        }
+        unfinished = self._folder / f"{step}{_UNFINISHED}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._clean()
+            with _quiet(), _checkpointer() as checkpointer:
+                checkpointer.save(unfinished / STATE, args=ocp.args.PyTreeSave(host))
+            write_record(unfinished, record)
+        except Exception as error:  # a full disk can raise anything
+            shutil.rmtree(unfinished, ignore_errors=True)
+            reason = str(error).strip().split("\n")[0][:300]
+            raise RunError(
+                f"the checkpoint of step {step} could not be saved in {self._folder} "
+                f"({type(error).__name__}: {reason}). Free some space, or allow writing, then "
+                "run the same command again: it goes on from the newest checkpoint."
+            ) from error
         self._put(unfinished, step)
         self._damaged.discard(step)
         self._remove_old()
@@ -164,12 +171,16 @@ class Checkpoints:
             found = self._newest(wanted)
         elif which == "best":
             best = _best(self._losses())
+            unknown = self._unreadable()
+            if best is None and unknown:
+                raise RunError(f"no checkpoint can be the best: {'; '.join(unknown)}.")
             if best is None:
                 raise RunError(
                     f"no checkpoint in {self._folder} has a held-out loss, so none is the best; "
                     f"{self._there()}. Take the last, or one of these."
                 )
             found = self._one(wanted, best)
+            found = replace(found, warnings=unknown)
         else:
             found = self._one(wanted, int(which))
         return Restored(
@@ -259,9 +270,19 @@ class Checkpoints:
             try:
                 metrics = read_record(path, step)["metrics"]
             except DamageError:
-                continue  # `restore` says so
+                continue  # `restore` and `_unreadable` say so
             found[step] = (metrics or {}).get("loss")
         return found
+
+    def _unreadable(self) -> tuple[str, ...]:
+        """Checkpoints whose loss is not known because they are damaged."""
+        found = []
+        for step, path in sorted(self._paths().items()):
+            try:
+                read_record(path, step)
+            except DamageError as error:
+                found.append(f"the checkpoint of step {step} is damaged ({error}), best or not")
+        return tuple(found)
 
     def _put(self, unfinished: Path, step: int) -> None:
         """Gives a finished checkpoint its name."""

@@ -221,6 +221,7 @@ def decides(plan: Plan) -> dict[str, Any]:
     return {
         "cache": {"identity": cache_identity(plan.cache)},
         **{name: getattr(options, name) for name in same.split()},
+        "student": _student_place(options.student),
         **{name: None if value is None else float(value) for name, value in numbers.items()},
         "objective": plan.objective.kind,
         "divergence": plan.objective.divergence,
@@ -228,6 +229,12 @@ def decides(plan: Plan) -> dict[str, Any]:
         "temperature": plan.objective.temperature,
         "precision": plan.precision,
     }
+
+
+def _student_place(student: str) -> str:
+    """A student's name; one that is a path, as it is known from any folder."""
+    path = Path(student).expanduser()
+    return str(path.resolve()) if path.exists() else student
 
 
 def cache_place(cache: Cache) -> str:

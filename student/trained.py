@@ -60,12 +60,7 @@ def open_checkpoint(
     """
     folder = local_path(run)
     record = read_run(folder)
-    known = {field.name for field in fields(TrainOptions)}
-    given = {name: value for name, value in last_options(folder).items() if name in known}
-    given["track"] = tuple(given.get("track", ()))
-    options = TrainOptions(**given)
-    if cache is not None:
-        options = replace(options, cache=cache)
+    options = _options(folder, record, cache)
     model = rebuild(record["model"])
     abstract = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in parameters_of(model).items()
@@ -73,6 +68,21 @@ def open_checkpoint(
     which = int(checkpoint) if checkpoint.isdecimal() else checkpoint
     found = Checkpoints(folder / CHECKPOINTS).restore_parameters(abstract, which)
     return Checkpoint(record, options, found.step, found.state, model, found.warnings)
+
+
+def _options(folder: Path, record: dict[str, Any], cache: str | None) -> TrainOptions:
+    """The run's options: what decided it from its record; of sessions/ only the cache's place."""
+    known = {field.name for field in fields(TrainOptions)} - {"cache"}
+    given = {name: value for name, value in record.items() if name in known}
+    if given.get("objective") == "labels":
+        given |= {"objective": "auto", "divergence": "forward", "beta": 0.5, "temperature": None}
+    place = last_options(folder).get("cache") if cache is None else cache
+    if not isinstance(place, str):
+        raise RunError(
+            f"the newest file in {folder}/sessions does not say where the run's cache is. Put it "
+            "back from a copy, give the cache with --cache, or run `stillroom train` again."
+        )
+    return TrainOptions(**{**given, "cache": place, "out": str(folder), "accumulation": 1})
 
 
 def evaluate(
@@ -175,6 +185,8 @@ def filled(trained: Checkpoint) -> nnx.Module:
 
 def _tokenizer(trained: Checkpoint, options: ExportOptions) -> decoder.Tokenizer:
     folder = local_path(options.run) / TOKENIZER
+    if not (folder / "tokenizer.json").is_file():
+        raise RunError(f"{folder} has lost its tokenizer.json. Put it back from a copy.")
     found = decoder.load_tokenizer(str(folder))
     if found.fingerprint != trained.record["model"]["tokenizer"]["fingerprint"]:
         raise RunError(

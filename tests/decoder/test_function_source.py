@@ -78,3 +78,11 @@ def test_fingerprint_sees_a_single_number() -> None:
     before = function_source.fingerprint(HERE + "Table", table)
     table.table[...] = table.table[...].at[3, 4].add(1e-6)
     assert function_source.fingerprint(HERE + "Table", table) != before
+
+
+def test_a_function_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "failing_teacher.py").write_text("def build():\n    raise ValueError('boom')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with pytest.raises(DecoderError, match="failing_teacher:build failed: ValueError: boom"):
+        load_model("failing_teacher:build")

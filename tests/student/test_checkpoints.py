@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from student import checkpoints
 from student.checkpoints import Checkpoints
 from student.errors import RunError
 from tests.student.states import abstract, assert_same, make_state, save_two, sharding
@@ -222,6 +223,20 @@ def test_killed_while_saving(tmp_path):
     assert_same(found.state, state)
     checkpoints.save(2, state, {})
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_a_full_disk_is_said_and_loses_nothing(copy, monkeypatch):
+    folder, states = copy
+    kept = Checkpoints(folder)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_record", full)
+    with pytest.raises(RunError, match=r"step 9 could not be saved.*No space left.*same command"):
+        kept.save(9, states[5], {})
+    assert sorted(path.name for path in folder.iterdir()) == ["3", "5"]
+    assert_same(kept.restore(abstract(states[5])).state, states[5])
 
 
 def test_nothing_is_left_on_the_screen_or_running(copy, capfd, caplog):

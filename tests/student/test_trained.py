@@ -54,13 +54,51 @@ def loss_of(run: Path, step: int) -> float:
 # Reading.
 
 
+def test_what_decides_a_run_is_read_from_its_record_alone(made, copied):
+    """An edited or cut file of a session must not change what is held out."""
+    wanted = evaluate(EvaluateOptions(str(made / "run")))
+    session = copied / "run/sessions/1.toml"
+    place = json.dumps(str(copied / "cache"))
+    for text in (f"cache = {place}\n", f"cache = {place}\nseed = 3\nalpha = 1.0\nbatch = 'x'\n"):
+        session.write_text(text)
+        assert evaluate(EvaluateOptions(str(copied / "run"))) == wanted
+    session.write_text("")
+    with pytest.raises(RunError, match=r"does not say where the run's cache is.*--cache"):
+        evaluate(EvaluateOptions(str(copied / "run")))
+    moved = EvaluateOptions(str(copied / "run"), cache=str(copied / "cache"))
+    assert evaluate(moved) == wanted
+
+
+def test_a_damaged_checkpoint_that_may_be_the_best_is_named(copied):
+    (copied / "run/checkpoints/9/checkpoint.json").write_text("{}")
+    found = open_checkpoint(copied / "run", "best")
+    assert found.step != 9
+    assert len(found.warnings) == 1
+    assert "the checkpoint of step 9 is damaged" in found.warnings[0]
+
+
+def test_a_lost_tokenizer_stops_an_export(copied, tmp_path):
+    shutil.rmtree(copied / "run/tokenizer")
+    with pytest.raises(RunError, match=r"has lost its tokenizer\.json\. Put it back"):
+        export(ExportOptions(str(copied / "run"), str(tmp_path / "out")))
+
+
+def test_a_student_is_the_same_by_any_path_to_it(copied, monkeypatch):
+    """Its run is gone on with from another folder, too."""
+    asked = runs.options(copied, "other", epochs=1, batch=16)
+    train(asked)
+    monkeypatch.chdir(copied)
+    assert train(replace(asked, student="student")).steps == 0
+
+
 def test_a_checkpoint_of_a_run(made):
     first = open_checkpoint(made / "run", "0")
     last = open_checkpoint(str(made / "run"))
     assert (first.step, last.step, open_checkpoint(made / "run", "5").step) == (0, 9, 5)
     assert last.warnings == ()
-    asked = runs.options(made, keep=100)
-    assert last.options == asked
+    asked = runs.options(made)
+    for name in ("batch", "epochs", "seed", "held_out", "alpha", "learning_rate", "cache"):
+        assert getattr(last.options, name) == getattr(asked, name)
     assert last.record["batch"] == 4
     # Step 0 is the student as it was.
     start = parameters_of(decoder.load_model(str(made / "student"), None, "float32").model)
@@ -91,9 +129,10 @@ def test_a_damaged_checkpoint_is_left_out(copied):
         open_checkpoint(copied / "run", "9")
 
 
-def test_the_options_are_those_of_the_last_session(made, copied):
+def test_the_cache_is_where_the_last_session_found_it(made, copied):
+    assert open_checkpoint(copied / "run").options.cache == str(made / "cache")
     train(runs.options(copied, student=str(made / "student"), keep=7))
-    assert open_checkpoint(copied / "run").options.keep == 7
+    assert open_checkpoint(copied / "run").options.cache == str(copied / "cache")
     moved = open_checkpoint(copied / "run", cache="elsewhere")
     assert moved.options.cache == "elsewhere"
 
