@@ -17,7 +17,15 @@ import optax
 from student.batches import Batch
 from student.functions import Parameters, StudentFunctions
 from student.losses import Sums
-from student.step import AXIS, Metrics, State, flat_positions, hidden_states, mean_gradients
+from student.step import (
+    AXIS,
+    Metrics,
+    State,
+    flat_positions,
+    hidden_states,
+    mean_gradients,
+    updated,
+)
 
 # (whatever the teacher needs, batch) to logits [tokens, vocabulary].
 TeacherLogits = Callable[[Any, Batch], jax.Array]
@@ -54,9 +62,7 @@ def make_dense_step(
             batches,
             alpha,
         )
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
-        parameters = optax.apply_updates(state.parameters, updates)
-        return State(parameters, optimizer_state), metrics  # type: ignore[arg-type]
+        return updated(optimizer, state, gradients), metrics
 
     return jax.pmap(
         step,

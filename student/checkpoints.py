@@ -170,8 +170,12 @@ class Checkpoints:
                 raise RunError(f"{self._folder} holds no checkpoint yet. Train the student first.")
             found = self._newest(wanted)
         elif which == "best":
-            best = _best(self._losses())
-            unknown = self._unreadable()
+            losses, damaged = self._losses()
+            best = _best(losses)
+            unknown = tuple(
+                f"the checkpoint of step {step} is damaged ({reason}), best or not"
+                for step, reason in damaged.items()
+            )
             if best is None and unknown:
                 raise RunError(f"no checkpoint can be the best: {'; '.join(unknown)}.")
             if best is None:
@@ -263,26 +267,19 @@ class Checkpoints:
                 found[step] = entry if whole else found.get(step, entry)
         return found
 
-    def _losses(self) -> dict[int, float | None]:
-        """The loss, if it has one, of each checkpoint whose files are all there."""
+    def _losses(self) -> tuple[dict[int, float | None], dict[int, str]]:
+        """The loss, if it has one, of each checkpoint whose files are all there; what the others
+        lack."""
         found: dict[int, float | None] = {}
-        for step, path in self._paths().items():
-            try:
-                metrics = read_record(path, step)["metrics"]
-            except DamageError:
-                continue  # `restore` and `_unreadable` say so
-            found[step] = (metrics or {}).get("loss")
-        return found
-
-    def _unreadable(self) -> tuple[str, ...]:
-        """Checkpoints whose loss is not known because they are damaged."""
-        found = []
+        damaged: dict[int, str] = {}
         for step, path in sorted(self._paths().items()):
             try:
-                read_record(path, step)
+                metrics = read_record(path, step)["metrics"]
             except DamageError as error:
-                found.append(f"the checkpoint of step {step} is damaged ({error}), best or not")
-        return tuple(found)
+                damaged[step] = str(error)
+            else:
+                found[step] = (metrics or {}).get("loss")
+        return found, damaged
 
     def _put(self, unfinished: Path, step: int) -> None:
         """Gives a finished checkpoint its name."""
@@ -308,7 +305,7 @@ class Checkpoints:
                 shutil.rmtree(entry)
 
     def _remove_old(self) -> None:
-        losses = self._losses()
+        losses, _ = self._losses()
         sound = sorted(losses.keys() - self._damaged)
         kept: set[int | None] = set(sound[-self._keep :])
         if self._keep_best:

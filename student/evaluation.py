@@ -23,7 +23,15 @@ from student.errors import StudentError
 from student.functions import Parameters, StudentFunctions
 from student.losses import Positions, in_chunks, masked, position_losses
 from student.objectives import Objective, choose
-from student.step import AXIS, LossSettings, cast, flat_positions, hidden_states, place
+from student.step import (
+    AXIS,
+    LossSettings,
+    cast,
+    flat_positions,
+    hidden_states,
+    on_devices,
+    place,
+)
 
 # Of the confidence, for the calibration error (Guo et al., "On Calibration of Modern Neural
 # Networks", 2017, use 15).
@@ -223,27 +231,26 @@ def mean_over(
     Raises:
       StudentError: there is no label, or a result is not a number.
     """
-    seen: list[tuple[np.ndarray, RowSums]] = []
+    seen: list[RowSums] = []
+    rows = 0
     teacher_logprobs: list[float] = []
     for batch, soft in batches:
         kept = batch.rows >= 0
-        found = row_sums(parameters, teacher, place(batch, 1, devices), _place(soft, devices))
+        found = row_sums(
+            parameters, teacher, place(batch, 1, devices), on_devices(soft, 1, devices)
+        )
         flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:])[kept], found)  # noqa: B023
-        seen.append((batch.rows[kept], flat))
+        seen.append(flat)
+        rows += int(kept.sum())
         teacher_logprobs += batch.label_logprobs[batch.label_mask].astype(np.float64).tolist()
         if progress is not None:
-            progress(sum(len(rows) for rows, _ in seen))
-    return _combine(seen, teacher_logprobs, objective, alpha, kl_kind, teacher is not None)
-
-
-def _place(targets: Targets | None, devices: Sequence[Any]) -> Any:
-    if targets is None:
-        return None
-    return jax.tree.map(lambda x: x.reshape(len(devices), 1, -1, *x.shape[1:]), targets)
+            progress(rows)
+    return _combine(seen, rows, teacher_logprobs, objective, alpha, kl_kind, teacher is not None)
 
 
 def _combine(
-    seen: list[tuple[np.ndarray, RowSums]],
+    seen: list[RowSums],
+    rows: int,
     teacher_logprobs: list[float],
     objective: Objective,
     alpha: float,
@@ -254,7 +261,7 @@ def _combine(
         raise StudentError("there is no held-out row to evaluate on.")
 
     def total(name: str) -> float:
-        return math.fsum(x for _, sums in seen for x in getattr(sums, name).tolist())
+        return math.fsum(x for sums in seen for x in getattr(sums, name).tolist())
 
     labels = total("labels")
     if not labels:
@@ -266,13 +273,13 @@ def _combine(
             f"the student's {unknown[0]} on the held-out rows is not a number: its parameters are "
             "not finite, or too large to compute with. Use an earlier checkpoint."
         )
-    bins = np.sum([sums.bins.astype(np.float64).sum(0) for _, sums in seen], axis=0)
+    bins = np.sum([sums.bins.astype(np.float64).sum(0) for sums in seen], axis=0)
     loss = alpha * mean["ce"] + (1 - alpha) * objective.temperature**2 * mean["kd"]
     finite = [x for x in teacher_logprobs if x > -math.inf]
     impossible = len(finite) < len(teacher_logprobs)
     theirs = math.inf if impossible else -math.fsum(finite) / labels
     return Evaluation(
-        rows=sum(len(rows) for rows, _ in seen),
+        rows=rows,
         labels=int(labels),
         loss=loss,
         cross_entropy=mean["ce"],

@@ -43,6 +43,14 @@ def parameters_of(model: nnx.Module) -> dict[str, Any]:
     return {dotted(path): variable.get_value() for path, variable in flat}
 
 
+def fill(model: nnx.Module, parameters: Parameters) -> nnx.Module:
+    """A model of the same kind, real or abstract, with these parameters."""
+    graph, state = nnx.split(model)
+    for path, variable in nnx.to_flat_state(state):
+        variable.set_value(parameters[dotted(path)])
+    return nnx.merge(graph, state)
+
+
 def dotted(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path))
 

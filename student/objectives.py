@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, Integer
+from jaxtyping import Array, Bool, Float32, Int32
 
 from cache.encoding import entry_weights
 from cache.format import Encoding
@@ -234,8 +234,3 @@ def _between(
         mixed = jnp.logaddexp(theirs + math.log(beta), ours + math.log(1 - beta))
         terms = beta * p * (theirs - mixed) + (1 - beta) * q * (ours - mixed)
     return jnp.sum(jnp.where(valid, terms, 0.0), axis=-1)
-
-
-def exact_count(teacher: Teacher) -> Integer[Array, " n"]:
-    """How many of the entries are exact."""
-    return jnp.sum(teacher.exact, axis=-1, dtype=jnp.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,14 @@ from decoder import Decoder, DecoderConfig
 from decoder.rows import positions_from_segments
 from student.batches import Batch
 from student.errors import StudentError
-from student.functions import StudentFunctions, dotted, parameters_of, student_functions
+from student.functions import StudentFunctions, fill, parameters_of, student_functions
+from student.losses import Positions, in_chunks, masked, position_losses
+from student.objectives import Objective
 
 # Labels that a search measures: the mean of so many cross-entropies, which differ by about 3
 # nats from token to token, is known to 0.01.
 LABELS = 65_536
+_LABELS_ALONE = Objective("labels")
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,7 @@ def best_block(
     read, found = _read(batches, labels)
     config = replace(model.config, layers=layers - count)
     functions = student_functions(nnx.eval_shape(lambda: Decoder(config, rngs=None)))
-    measure = jax.jit(
-        _cross_entropy(functions, None if legal is None else jnp.asarray(legal), chunk)
-    )
+    measure = jax.jit(_cross_entropy(functions, legal, chunk))
     whole = parameters_of(model)
     candidates = layers - count + 1
     sums = np.zeros(candidates, np.float64)
@@ -161,7 +162,7 @@ def _read(batches: Iterable[Batch], labels: int) -> tuple[list[tuple[np.ndarray,
 
 
 def _cross_entropy(
-    functions: StudentFunctions, legal: Bool[Array, " rows"] | None, chunk: int
+    functions: StudentFunctions, legal: Bool[np.ndarray, " rows"] | None, chunk: int
 ) -> Callable[..., Any]:
     """(parameters, tokens, segments, labels, mask [rows, length]) to float32 sums [rows]."""
 
@@ -170,16 +171,12 @@ def _cross_entropy(
         hidden = functions.hidden(parameters, tokens, segments, positions_from_segments(segments))
         head = {name: parameters[name] for name in functions.head}
 
-        def of_chunk(part: tuple[Array, ...]) -> Array:
-            hidden, labels, mask = part
-            logits = functions.unembed(head, hidden)
-            if legal is not None:
-                logits = jnp.where(legal[None, :], logits, -jnp.inf)
-            label = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-            losses = jax.nn.logsumexp(logits, axis=-1) - label
-            return jnp.sum(jnp.where(mask, losses, 0.0))
+        def of_chunk(part: tuple[Array, Positions]) -> Array:
+            hidden, positions = part
+            logits = masked(functions.unembed(head, hidden), legal)
+            return jnp.sum(position_losses(logits, positions, _LABELS_ALONE)[0])
 
-        parts = tuple(_chunks(one, chunk) for one in (hidden, labels, mask))
+        parts, _ = in_chunks((hidden, Positions(labels, mask, None)), chunk)
         return jnp.sum(jax.lax.map(of_chunk, parts))
 
     def of_batch(parameters: Any, *batch: Array) -> Array:
@@ -188,15 +185,5 @@ def _cross_entropy(
     return of_batch
 
 
-def _chunks(values: Array, size: int) -> Array:
-    """[n, …] to [chunks, size, …], filled up with zeros."""
-    missing = -values.shape[0] % size
-    padded = jnp.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))
-    return padded.reshape(-1, size, *values.shape[1:])
-
-
 def _filled(config: DecoderConfig, parameters: Mapping[str, Array]) -> Decoder:
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=None)))
-    for path, variable in nnx.to_flat_state(state):
-        variable.set_value(parameters[dotted(path)])
-    return nnx.merge(graph, state)
+    return cast(Decoder, fill(nnx.eval_shape(lambda: Decoder(config, rngs=None)), parameters))

@@ -147,6 +147,15 @@ def mean_gradients(
     return gradients, Metrics(sums, labels, optax.tree.norm(gradients))
 
 
+def updated(
+    optimizer: optax.GradientTransformation, state: State, gradients: dict[str, Array]
+) -> State:
+    """The state after one update."""
+    updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
+    parameters = optax.apply_updates(state.parameters, updates)
+    return State(parameters, optimizer_state)  # type: ignore[arg-type]
+
+
 def make_step(
     functions: StudentFunctions,
     settings: LossSettings,
@@ -161,9 +170,7 @@ def make_step(
 
     def step(state: State, batches: Batch, alpha: Any) -> tuple[State, Metrics]:
         gradients, metrics = mean_gradients(loss, state.parameters, batches, alpha)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
-        parameters = optax.apply_updates(state.parameters, updates)
-        return State(parameters, optimizer_state), metrics  # type: ignore[arg-type]
+        return updated(optimizer, state, gradients), metrics
 
     return jax.pmap(
         step,
@@ -209,13 +216,18 @@ def place(batch: Batch, accumulation: int, devices: Sequence[Any]) -> Batch:
     Returns at once; copying goes on meanwhile.
     """
     check_batch(len(batch.rows), accumulation, len(devices))
+    return on_devices(batch, accumulation, devices)
+
+
+def on_devices(tree: Any, accumulation: int, devices: Sequence[Any]) -> Any:
+    """Arrays [rows, ...] on the devices, as `place` cuts a batch; the rows must divide."""
     sharding = NamedSharding(mesh_of(devices), PartitionSpec(AXIS))
 
     def put(x: np.ndarray) -> Array:
         cut = x.reshape(len(devices), accumulation, -1, *x.shape[1:])
         return jax.device_put(cut, sharding)
 
-    return jax.tree.map(put, batch)
+    return jax.tree.map(put, tree)
 
 
 def replicate(tree: Any, devices: Sequence[Any]) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cache.progress import counted
@@ -58,7 +59,8 @@ class _Ready:
     checkpoints: Checkpoints
     functions: StudentFunctions
     legal: np.ndarray | None
-    student: Student | None  # None if the run has a checkpoint to go on from
+    parameters: dict[str, Any]  # of the student as it was built, or their shapes
+    begins: bool  # whether there is no checkpoint to go on from
 
 
 def train(options: TrainOptions, say: Callable[[str], None] | None = None) -> Trained:
@@ -114,7 +116,10 @@ def _prepare(plan: Plan, say: Callable[[str], None]) -> _Ready:
             run.keep_tokenizer(student.tokenizer.files())
         model = rebuild(record) if student is None else student.model
         functions = student_functions(model, options.remat)
-        return _Ready(plan, run, checkpoints, functions, legal_of(record), student)
+        begins, parameters = student is not None, parameters_of(model)
+        if not begins:
+            parameters = jax.eval_shape(lambda x: x, parameters)
+        return _Ready(plan, run, checkpoints, functions, legal_of(record), parameters, begins)
     except BaseException:
         run.close()
         raise
@@ -233,8 +238,8 @@ class _Session:
     def _state(self) -> tuple[State, dict[str, Any], int]:
         """Where to begin: the newest sound checkpoint, or the student as it was built."""
         ready, devices = self._ready, self._plan.devices
-        if ready.student is not None:
-            parameters = replicate(parameters_of(ready.student.model), devices)
+        if ready.begins:
+            parameters = replicate(ready.parameters, devices)
             optimizer = replicate(self._optimizer.init(parameters), devices)
             return State(parameters, optimizer), {"step": 0}, 0
         restored = self._restore()
@@ -249,8 +254,7 @@ class _Session:
         def like(x: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        model = rebuild(self._ready.run.record["model"])
-        parameters = jax.tree.map(like, parameters_of(model))
+        parameters = jax.tree.map(like, self._ready.parameters)
         optimizer = jax.tree.map(like, jax.eval_shape(self._optimizer.init, parameters))
         found = self._ready.checkpoints.restore({"parameters": parameters, "optimizer": optimizer})
         if found is None:
@@ -370,7 +374,7 @@ class _Session:
 def _check_finite(state: State, step: int) -> None:
     """A step's loss is that before its update, and so says nothing of what the update gave."""
     for name, x in state.parameters.items():
-        if not np.isfinite(np.asarray(x)).all():
+        if not jnp.isfinite(x).all():
             raise TrainingError(
                 f"after step {step} the parameter {name} holds numbers that are not finite. "
                 "Nothing of this step was saved; checkpoints before it are sound. Try a lower "

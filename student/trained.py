@@ -16,7 +16,7 @@ from decoder import Decoder
 from student.checkpoints import Checkpoints
 from student.errors import RunError, StudentError
 from student.evaluation import Evaluation, kl_objective, make_row_sums, mean_over
-from student.functions import dotted, parameters_of, student_functions
+from student.functions import fill, parameters_of, student_functions
 from student.options import EvaluateOptions, ExportOptions, TrainOptions
 from student.plan import Plan, cache_identity, make_plan
 from student.run import CHECKPOINTS, TOKENIZER, last_options, local_path, read_run
@@ -30,7 +30,7 @@ class Checkpoint:
 
     Attributes:
       record: what decided the run; see `run.open_run`.
-      options: of the run's last session.
+      options: what decided the run, and where its cache is; others have their defaults.
       step: the checkpoint's.
       parameters: by dotted path.
       model: with the shapes of the parameters; its own values mean nothing.
@@ -140,10 +140,8 @@ def evaluate(
 
 
 def _plan(trained: Checkpoint) -> Plan:
-    # The batch plays no part here, and the devices may be others than in training.
-    options = replace(trained.options, batch=1, accumulation=1)
     try:
-        plan = make_plan(options, training=False)
+        plan = make_plan(trained.options, training=False)
     except DamageError:
         raise
     except CacheError as error:
@@ -177,10 +175,7 @@ def export(options: ExportOptions) -> Checkpoint:
 
 def filled(trained: Checkpoint) -> nnx.Module:
     """The model with the checkpoint's parameters."""
-    graph, state = nnx.split(trained.model)
-    for path, variable in nnx.to_flat_state(state):
-        variable.set_value(trained.parameters[dotted(path)])
-    return nnx.merge(graph, state)
+    return fill(trained.model, trained.parameters)
 
 
 def _tokenizer(trained: Checkpoint, options: ExportOptions) -> decoder.Tokenizer:

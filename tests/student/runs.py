@@ -38,6 +38,12 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of this process share compiled programs and have two devices."""
+    share_programs(monkeypatch)
+    use_devices(monkeypatch, 2)
+
+
 def make(folder: Path, **cache_settings: Any) -> Path:
     """A cache of 22 rows of 8 tokens and a student of one layer, in `folder`."""
     make_student_cache(folder, **{"vocabulary": VOCABULARY, **cache_settings})

@@ -17,8 +17,7 @@ from tests.student.small import make_student_cache
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    runs.share_programs(monkeypatch)
-    runs.use_devices(monkeypatch, 2)
+    runs.quick(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +25,7 @@ def made(tmp_path_factory) -> Path:
     """A cache, a student, and a run that has just begun, with nothing held out."""
     folder = runs.make(tmp_path_factory.mktemp("made"))
     with pytest.MonkeyPatch.context() as patch:
-        runs.share_programs(patch)
-        runs.use_devices(patch, 2)
+        runs.quick(patch)
         with runs.killed_at("_steps", 0), pytest.raises(runs.Killed):
             stillroom.train(runs.options(folder, "trained", held_out=0.0))
     return folder

@@ -25,8 +25,7 @@ SAVED = (0, 2, 4, 5, 6, 8, 9)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    runs.share_programs(monkeypatch)
-    runs.use_devices(monkeypatch, 2)
+    runs.quick(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +33,7 @@ def made(tmp_path_factory) -> Path:
     """A cache, a student, and the uninterrupted run `whole` of them with every checkpoint."""
     folder = runs.make(tmp_path_factory.mktemp("made"))
     with pytest.MonkeyPatch.context() as patch:
-        runs.share_programs(patch)
-        runs.use_devices(patch, 2)
+        runs.quick(patch)
         train(runs.options(folder, "whole", keep=100))
     return folder
 

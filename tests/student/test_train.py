@@ -26,8 +26,7 @@ from tests.student import runs
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    runs.share_programs(monkeypatch)
-    runs.use_devices(monkeypatch, 2)
+    runs.quick(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +34,7 @@ def made(tmp_path_factory) -> Path:
     """A cache, a student, and the run `whole` of them with every checkpoint."""
     folder = runs.make(tmp_path_factory.mktemp("made"))
     with pytest.MonkeyPatch.context() as patch:
-        runs.share_programs(patch)
-        runs.use_devices(patch, 2)
+        runs.quick(patch)
         _, said = runs.run(runs.options(folder, "whole", keep=100))
     (folder / "said").write_text(said)
     return folder
