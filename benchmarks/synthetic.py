@@ -12,7 +12,7 @@ from cache.encoding import encode_shard
 from cache.format import MANIFEST, Encoding
 from cache.manifest import Extent, Manifest, ReceiptEntry
 from cache.shards import create_arrays, write_shard
-from cache.statistics import combine, statistics_of
+from cache.statistics import statistics_of
 from cache.storage import Store
 
 # SmolLM2's vocabulary, and k and length of the goal in issue 2.
@@ -28,23 +28,9 @@ def write_cache(location: Path, shards: int, encoding: Encoding = ENCODING) -> N
     manifest = _manifest(encoding, documents=2 * rows)
     store.write(MANIFEST, manifest.to_bytes())
     create_arrays(store, encoding, rows)
-    receipts = []
     for shard in range(shards):
-        arrays = encode_shard(*_shard(shard, encoding), encoding)
-        receipts.append(write_shard(store, manifest, shard, rows, arrays))
-    sizes = {
-        name: sum(receipt.arrays[name].bytes for receipt in receipts) for name in encoding.arrays()
-    }
-    finished = replace(
-        manifest,
-        state="complete",
-        run="",
-        extents=(Extent(0, shards, rows),),
-        receipts=tuple(ReceiptEntry(item.digest, item.documents) for item in receipts),
-        statistics=combine([item.statistics for item in receipts], len(encoding.temperatures)),
-        bytes=sizes,
-    )
-    store.write(MANIFEST, finished.to_bytes())
+        write_shard(store, manifest, shard, rows, encode_shard(*_shard(shard, encoding), encoding))
+    finish(store, manifest, rows, {})
 
 
 def write_manifest_alone(location: Path, shards: int, encoding: Encoding = ENCODING) -> None:
@@ -65,12 +51,12 @@ def write_manifest_alone(location: Path, shards: int, encoding: Encoding = ENCOD
         extents=(Extent(0, shards, rows),),
         receipts=tuple(entries),
         statistics=replace(statistics, rows=rows),
-        bytes=dict.fromkeys(encoding.arrays(), shards),
+        bytes=dict.fromkeys(encoding.stored_arrays(), shards),
     )
     location.mkdir(parents=True)
     (location / MANIFEST).write_bytes(finished.to_bytes())
     folders = {location / "receipts": "{:06d}.json"}
-    for name, spec in encoding.arrays().items():
+    for name, spec in encoding.stored_arrays().items():
         folders[location / "arrays" / name] = "c.{}" + ".0" * len(spec.inner)
     for folder, pattern in folders.items():
         folder.mkdir(parents=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
+from jaxtyping import Bool, Float64
 
 from cache.encoding import LEAST_FLOAT16
 from cache.format import NO_DOCUMENT, Encoding
@@ -14,7 +16,10 @@ SLACK = 1e-4
 
 
 def inconsistencies(
-    arrays: Mapping[str, np.ndarray], encoding: Encoding, documents: int | None = None
+    arrays: Mapping[str, np.ndarray],
+    encoding: Encoding,
+    documents: int | None = None,
+    relative_error: float | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Everything in a shard that contradicts the format, as (array, reason).
 
@@ -22,8 +27,12 @@ def inconsistencies(
       arrays: all arrays of the shard, [row, position, ...], as stored.
       encoding: the cache's encoding.
       documents: number of documents in the corpus, if known.
+      relative_error: of the log-probs of entries, `Manifest.relative_error`; the encoding's if
+        None.
     """
-    for check in (_rows, _canonical, _entries, _masses):
+    error = encoding.relative_error if relative_error is None else relative_error
+    checks = (_rows, _canonical, _entries, partial(_masses, relative_error=error))
+    for check in checks:
         # Damaged data may hold any number, NaN and infinities included.
         with np.errstate(over="ignore", invalid="ignore"):
             findings = list(check(arrays, encoding))
@@ -119,16 +128,33 @@ def _entries(arrays: Mapping[str, np.ndarray], encoding: Encoding) -> Iterator[t
     yield from _report("target_ids", repeated, "the same id twice at one position")
 
 
-def _masses(arrays: Mapping[str, np.ndarray], encoding: Encoding) -> Iterator[tuple[str, str]]:
+def exact_mass(
+    logprobs: Float64[np.ndarray, "*positions k"],
+    exact: Bool[np.ndarray, "*positions k"],
+    relative_error: float,
+) -> tuple[Float64[np.ndarray, "*positions"], Float64[np.ndarray, "*positions"]]:
+    """The mass of the exact entries at temperature 1 as stored, and how far it may be off.
+
+    Args:
+      logprobs: stored log-probs (natural log) of entries.
+      exact: which of them are exact; the others may hold anything.
+      relative_error: largest relative rounding error of a log-prob.
+    """
+    finite = np.where(exact, logprobs, 0.0)
+    probabilities = np.where(exact, np.exp(finite), 0.0)
+    rounding = np.minimum(relative_error * np.abs(finite), 50)
+    return probabilities.sum(axis=-1), SLACK + (probabilities * np.expm1(rounding)).sum(axis=-1)
+
+
+def _masses(
+    arrays: Mapping[str, np.ndarray], encoding: Encoding, relative_error: float
+) -> Iterator[tuple[str, str]]:
     label = arrays["label_mask"] == 1
     counts = np.where(label, arrays["exact_counts"].astype(np.int64), 0)
     exact = np.arange(encoding.k) < counts[..., None]
-    logprobs = np.where(exact, arrays["target_logprobs"].astype(np.float64), -np.inf)
-    finite = np.where(exact, logprobs, 0.0)
-    probabilities = np.exp(logprobs)
-    rounding = encoding.relative_error * np.abs(finite)
-    bound = SLACK + (probabilities * np.expm1(np.minimum(rounding, 50))).sum(axis=-1)
-    total = probabilities.sum(axis=-1)
+    finite = np.where(exact, arrays["target_logprobs"].astype(np.float64), 0.0)
+    rounding = relative_error * np.abs(finite)
+    total, bound = exact_mass(finite, exact, relative_error)
     yield from _report("target_logprobs", label & (total > 1 + bound), "exact mass above 1")
 
     tails = np.where(label[..., None], arrays["tail_logprobs"].astype(np.float64), -np.inf)
@@ -136,7 +162,9 @@ def _masses(arrays: Mapping[str, np.ndarray], encoding: Encoding) -> Iterator[tu
     if 1.0 in encoding.temperatures:
         tail = tails[..., encoding.temperatures.index(1.0)]
         mass = np.exp(np.minimum(tail, 0))
-        slack = bound + mass * 2.0**-11 * np.abs(np.where(np.isfinite(tail), tail, 0))
+        # The tail's own rounding, the steps of float16 near 0 included.
+        rounded = np.expm1(2.0**-11 * np.abs(np.where(np.isfinite(tail), tail, 0)) + 2.0**-25)
+        slack = bound + mass * rounded
         wrong = label & ~(np.abs(total + mass - 1) <= slack)
         yield from _report("tail_logprobs", wrong, "exact mass + tail mass is not 1")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float32, Integer
+from jaxtyping import Float, Float32, Integer, UInt32
 
 from cache.errors import CacheError
 from cache.format import NO_DOCUMENT, Encoding
@@ -100,6 +100,20 @@ def encode_shard(
             value = np.where(np.isnan(value), np.asarray(np.nan, spec.dtype), value)
         encoded[name] = np.ascontiguousarray(value)
     return encoded
+
+
+def numbered_from(
+    documents: UInt32[np.ndarray, "row position"], first: int
+) -> UInt32[np.ndarray, "row position"]:
+    """Document numbers moved up by `first`; padding stays padding.
+
+    Raises:
+      CacheError: a number beyond what the format holds.
+    """
+    real = documents != NO_DOCUMENT
+    if int(documents.max(initial=0, where=real)) + first >= NO_DOCUMENT:
+        raise CacheError(f"a cache can number {NO_DOCUMENT:,} documents; these are too many")
+    return np.where(real, documents + np.uint32(first), documents)
 
 
 def padding_rows(count: int, length: int) -> dict[str, np.ndarray]:

@@ -3,6 +3,8 @@
 This is the only definition of the format. Layout on storage:
 
     manifest.json            what the cache is (manifest.py)
+    manifest.backup.json     the same bytes again, for `verify --repair`
+    work.json                while shards are added to a finished cache, or made again (filling.py)
     tokenizer/               the tokenizer, so that the cache stands alone
     receipts/000000.json     one per finished shard (receipt.py)
     arrays/                  a Zarr v3 group, one array per field below
@@ -12,7 +14,8 @@ This is the only definition of the format. Layout on storage:
 Everything but tokens, segments and documents is indexed by the *predicting*
 position t: position t has a label (`label_mask` = 1) iff token t + 1 belongs to
 the same segment and counts; the target is the teacher's prediction of it.
-Positions without a label hold the array's fill value.
+Positions without a label hold the array's fill value. The array `seals` says of every
+row of every other array which cache and row it is of (seals.py).
 """
 
 from __future__ import annotations
@@ -27,14 +30,17 @@ from cache.errors import CacheError
 from cache.jsonfields import Fields
 
 FORMAT = "stillroom-cache"
-VERSION = (1, 0)
+VERSION = (1, 1)
 
 MANIFEST = "manifest.json"
+BACKUP = "manifest.backup.json"
+WORK = "work.json"
 TOKENIZER = "tokenizer"
 RECEIPTS = "receipts"
 ARRAYS = "arrays"
 RUNS = "runs"
 PARTS = "parts"
+SEALS = "seals"
 
 NO_DOCUMENT = 0xFFFFFFFF
 # uint32 ids with the largest kept free; a limit far above any tokenizer's.
@@ -124,6 +130,7 @@ class Encoding:
       mantissa_bits: mantissa bits that "rounded" keeps, 1 to 10.
       rows_per_shard: rows of a shard, the unit of work, retry and checking.
       rows_per_example: 1, or 2 for preference pairs, which nothing may separate.
+      sealed: whether there are seals; caches of format 1.0 have none.
     """
 
     length: int
@@ -135,6 +142,7 @@ class Encoding:
     mantissa_bits: int = 6
     rows_per_shard: int = 256
     rows_per_example: int = 1
+    sealed: bool = True
 
     def __post_init__(self) -> None:
         def demand(holds: bool, name: str, expected: str) -> None:
@@ -200,7 +208,7 @@ class Encoding:
         )
 
     def arrays(self) -> dict[str, ArraySpec]:
-        """The arrays of a cache with this encoding, by name."""
+        """The arrays of a cache with this encoding, seals aside, by name."""
         ids = (self.id_dtype, self.no_id)
         count = ("uint8", 255) if self.k < 255 else ("uint16", 65535)
         nan = math.nan
@@ -228,6 +236,14 @@ class Encoding:
             for name, (dtype, fill, axes) in rows.items()
         }
 
+    def stored_arrays(self) -> dict[str, ArraySpec]:
+        """All arrays of a cache with this encoding, by name: `arrays` and the seals of them."""
+        arrays = self.arrays()
+        if not self.sealed:
+            return arrays
+        seals = ArraySpec(SEALS, "uint64", (len(arrays),), ("row", "array"), 2**64 - 1)
+        return {**arrays, SEALS: seals}
+
     def shards(self, rows: int) -> int:
         """Number of shards that hold a number of rows."""
         return -(-rows // self.rows_per_shard)
@@ -238,7 +254,11 @@ class Encoding:
         return first, min(first + self.rows_per_shard, rows)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "temperatures": [float(value) for value in self.temperatures]}
+        value = {**asdict(self), "temperatures": [float(value) for value in self.temperatures]}
+        if not self.sealed:
+            # Says nothing where format 1.0 said nothing: the identity of such a cache stays.
+            del value["sealed"]
+        return value
 
     @classmethod
     def from_json(cls, value: Any, what: str = "encoding") -> Encoding:
@@ -258,6 +278,7 @@ class Encoding:
             mantissa_bits=fields.integer("mantissa_bits"),
             rows_per_shard=fields.integer("rows_per_shard"),
             rows_per_example=fields.integer("rows_per_example"),
+            sealed=fields.flag("sealed", False),
         )
 
 

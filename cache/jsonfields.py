@@ -90,6 +90,13 @@ class Fields:
             raise self._wrong(name, "a string")
         return value
 
+    def flag(self, name: str, default: bool) -> bool:
+        """A boolean; the default where the field is absent."""
+        value = self.value.get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false")
+        return value
+
     def choice(self, name: str, allowed: tuple[str, ...]) -> str:
         value = self._get(name)
         if value not in allowed or not isinstance(value, str):

@@ -4,11 +4,13 @@ It is written first in the state "open", with the id of the run that fills the c
 and replaced once, at the end, by the "complete" one, which lists every receipt's digest
 and the statistics combined from them: opening or summarising a cache of any size reads
 this one object. A complete manifest holds no time, place or run: equal captures have
-equal manifests.
+equal manifests. It stays complete from then on: where shards are added to it, or made again,
+the open manifest of that work is an object beside it (filling.py).
 """
 
 from __future__ import annotations
 
+import bisect
 import builtins
 import json
 from collections.abc import Sequence
@@ -16,14 +18,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from cache.errors import CacheError, Damage, DamageError
-from cache.format import ARRAYS, FORMAT, MANIFEST, RECEIPTS, VERSION, Encoding
+from cache.format import ARRAYS, BACKUP, FORMAT, MANIFEST, RECEIPTS, VERSION, Encoding
 from cache.jsonfields import Fields, as_span, digest, parse_object
 from cache.statistics import Statistics
 from cache.storage import Store
 
 State = Literal["open", "complete"]
 
-_RESTORE = "Restore the manifest from a copy, or capture again into a new folder."
+_RESTORE = (
+    f"`stillroom verify CACHE --repair` restores it from {BACKUP}; without that, restore it from a "
+    "copy of yours, or capture again into a new folder."
+)
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,33 @@ class Extent:
 
     Rows are numbered through the extents in order, so that a later capture can add shards
     without touching a partly filled last one.
+
+    Attributes:
+      first_shard, shards, rows: where it is.
+      corpus: of an extent that was appended: its documents, as `Manifest.corpus` those of the
+        first. They are numbered on after the documents of the extents before.
+      accounting: of an extent that was appended: where its tokens went.
     """
 
     first_shard: int
     shards: int
     rows: int
+    corpus: dict[str, Any] | None = None
+    accounting: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, value: Any, what: str) -> Extent:
+        """Reads `to_json`; raises CacheError naming the field."""
+        fields = Fields(value, what)
+        return cls(
+            fields.integer("first_shard"),
+            fields.integer("shards"),
+            fields.integer("rows", 1),
+            *(fields.object(name) if name in value else None for name in ("corpus", "accounting")),
+        )
 
 
 @dataclass(frozen=True)
@@ -56,10 +83,12 @@ class Manifest:
       capture: every other setting that decides the bytes, by option name.
       teacher: description and "fingerprint" of the teacher.
       tokenizer: "fingerprint", and "files": name -> sha256 of what tokenizer/ holds.
-      corpus: "identity" (cheap), and once known "documents", "digest" and "parts".
+      corpus: "identity" (cheap), and once known "documents", "digest" and "parts"; of the
+        first extent, or of the one that an open manifest fills.
       software: versions of the libraries that decide the last bits.
       state: "open" or "complete".
       run: the id of the run that fills an open cache; empty in a complete one.
+      first_shard, first_document: of an open one: where the extent that it fills begins.
       extents, receipts, accounting, statistics: of a complete cache.
       bytes: total size of each array's files, by name; of a complete cache.
       required_features: what a reader must know of to read the cache rightly.
@@ -73,6 +102,8 @@ class Manifest:
     software: dict[str, str] = field(default_factory=dict)
     state: State = "open"
     run: str = ""
+    first_shard: int = 0
+    first_document: int = 0
     extents: tuple[Extent, ...] = ()
     receipts: tuple[ReceiptEntry, ...] = ()
     accounting: dict[str, Any] = field(default_factory=dict)
@@ -91,15 +122,20 @@ class Manifest:
             if not self.run:
                 raise CacheError("manifest: an open cache should name its run")
             return
-        if self.run:
-            raise CacheError("manifest: a complete cache should not name a run")
+        if self.run or self.first_shard or self.first_document:
+            raise CacheError("manifest: a complete cache should not name a run or a beginning")
         if self.statistics is None or not isinstance(self.corpus.get("digest"), str):
             raise CacheError("manifest: a complete cache should have statistics and corpus digest")
         shard = 0
         for extent in self.extents:
+            corpus = extent.corpus or {}
+            if extent.first_shard and not (
+                isinstance(corpus.get("digest"), str) and isinstance(corpus.get("documents"), int)
+            ):
+                raise CacheError("manifest: an appended extent should have a corpus of its own")
             if extent.first_shard != shard or extent.shards != self.encoding.shards(extent.rows):
                 raise CacheError(
-                    f"manifest: the extent {asdict(extent)} should start at shard {shard} "
+                    f"manifest: the extent {extent.to_json()} should start at shard {shard} "
                     f"and have {self.encoding.shards(extent.rows)} shards"
                 )
             shard += extent.shards
@@ -140,17 +176,51 @@ class Manifest:
         raise CacheError(f"the cache has shards 0 to {self.shards - 1}, not {shard}")
 
     @property
+    def documents(self) -> int | None:
+        """Number of documents in all extents, or in the one being filled and those before."""
+        appended = [(extent.corpus or {}).get("documents", 0) for extent in self.extents]
+        own = self.corpus.get("documents")
+        return self.first_document + own + sum(appended) if isinstance(own, int) else None
+
+    @property
     def identity(self) -> str:
-        """Digest of everything that decides the bytes of a shard; receipts carry it."""
+        """Digest of everything that decides the bytes of a shard; receipts carry it.
+
+        Of the first extent, or of the one that an open manifest fills.
+        """
+        return self._identity(self.corpus)
+
+    @property
+    def relative_error(self) -> float:
+        """Largest relative rounding error of a stored log-prob of an entry.
+
+        The encoding's, and that of caches of finer rounding that it was derived from.
+        """
+        derived = self.capture.get("derived")
+        stated = derived.get("relative_error") if isinstance(derived, dict) else None
+        return stated if isinstance(stated, float) else self.encoding.relative_error
+
+    def _identity(self, corpus: dict[str, Any]) -> str:
         return digest(
             {
                 "encoding": self.encoding.to_json(),
                 "capture": self.capture,
                 "teacher": self.teacher["fingerprint"],
                 "tokenizer": self.tokenizer["fingerprint"],
-                "corpus": self.corpus.get("digest"),
+                "corpus": corpus.get("digest"),
             }
         )
+
+    def identities(self) -> list[str]:
+        """The identity of each extent; of an open manifest, of the one it fills."""
+        return [self._identity(extent.corpus or self.corpus) for extent in self.extents] or [
+            self.identity
+        ]
+
+    def extent_at(self, shard: int) -> int:
+        """The number of the extent that a shard is in; 0 in an open manifest."""
+        firsts = [extent.first_shard for extent in self.extents]
+        return max(bisect.bisect_right(firsts, shard) - 1, 0)
 
     def with_corpus(self, **known: Any) -> Manifest:
         """The same manifest, knowing more of its corpus."""
@@ -170,15 +240,16 @@ class Manifest:
             "software": self.software,
         }
         if self.state == "open":
-            return {**content, "run": self.run}
+            begins = {"first_shard": self.first_shard, "first_document": self.first_document}
+            return {**content, "run": self.run, **(begins if self.first_shard else {})}
         assert self.statistics is not None
         return {
             **content,
             "arrays": {
                 name: {"dtype": spec.dtype, "dimensions": list(spec.dimensions)}
-                for name, spec in self.encoding.arrays().items()
+                for name, spec in self.encoding.stored_arrays().items()
             },
-            "extents": [asdict(extent) for extent in self.extents],
+            "extents": [extent.to_json() for extent in self.extents],
             "receipts": {
                 "sha256": [entry.sha256 for entry in self.receipts],
                 "documents": [
@@ -198,14 +269,14 @@ class Manifest:
         return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode()
 
     @classmethod
-    def from_bytes(cls, data: builtins.bytes, where: str) -> Manifest:
+    def from_bytes(cls, data: builtins.bytes, where: str, key: str = MANIFEST) -> Manifest:
         """Reads `to_bytes`.
 
         Raises:
           CacheError: not a manifest of this format, or of a newer version.
           DamageError: the content is not what its digest says.
         """
-        what = f"the manifest {where}/{MANIFEST}"
+        what = f"the manifest {where}/{key}"
         try:
             content = parse_object(data, what)
         except CacheError as error:
@@ -220,7 +291,7 @@ class Manifest:
         content.pop("digest")
         if digest(content) != stated:
             raise DamageError(
-                [Damage(f"{MANIFEST} was changed: its content does not have the digest it states")],
+                [Damage(f"{key} was changed: its content does not have the digest it states")],
                 _RESTORE,
             )
         return cls._from_fields(fields, what)
@@ -238,8 +309,13 @@ class Manifest:
             "required_features": tuple(fields.list_of("required_features", str)),
         }
         if state == "open":
-            return cls(**common, run=fields.text("run"))
-        extents = [Fields(item, f"{what}, extent") for item in fields.list_of("extents", dict)]
+            begins = "first_shard" in fields.value
+            return cls(
+                **common,
+                run=fields.text("run"),
+                first_shard=fields.integer("first_shard") if begins else 0,
+                first_document=fields.integer("first_document") if begins else 0,
+            )
         receipts = fields.fields("receipts")
         digests = receipts.list_of("sha256", str)
         documents = receipts.list_of("documents", (list, type(None)))
@@ -250,8 +326,8 @@ class Manifest:
         return cls(
             **common,
             extents=tuple(
-                Extent(item.integer("first_shard"), item.integer("shards"), item.integer("rows", 1))
-                for item in extents
+                Extent.from_json(item, f"{what}, extent")
+                for item in fields.list_of("extents", dict)
             ),
             receipts=tuple(
                 ReceiptEntry(sha, None if span is None else as_span(span, f"{what}, documents"))

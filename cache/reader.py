@@ -13,13 +13,14 @@ from tokenizers import Tokenizer
 
 from cache import encoding as _encoding
 from cache.errors import CacheError, Damage, DamageError
-from cache.format import ARRAYS, RECEIPTS, TOKENIZER, ArraySpec, Encoding
+from cache.format import ARRAYS, RECEIPTS, SEALS, TOKENIZER, ArraySpec, Encoding
 from cache.manifest import Manifest, read_manifest
+from cache.seals import broken_seals
 from cache.storage import StorageError, Store
 
 REPAIR = (
-    "Run `stillroom verify CACHE --full --repair`, then the same `stillroom precompute` "
-    "again: it redoes exactly what is broken."
+    "Run `stillroom verify CACHE --full --repair`, then the command that made it (precompute, "
+    "derive, copy or append) again: it redoes exactly what is broken."
 )
 
 
@@ -56,6 +57,7 @@ class Cache:
         self._store = store
         self.manifest = manifest
         self._specs = manifest.encoding.arrays()
+        self._identities = manifest.identities()
         self._arrays: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,7 +111,8 @@ class Cache:
 
         Raises:
           CacheError: a row or field that does not exist.
-          DamageError: data is missing or damaged; names shards, rows and documents.
+          DamageError: data is missing or damaged, or is of other rows or of another cache; names
+            shards, rows and documents.
         """
         stored = self.stored_rows(indices)
         if isinstance(fields, str):
@@ -118,13 +121,17 @@ class Cache:
         for name in names:
             if name not in self._specs:
                 raise CacheError(f"no field {name!r}; the cache has {', '.join(self._specs)}")
-        futures = [(name, self._array(name)[stored].read()) for name in names]
+        sealed = (SEALS,) if self.encoding.sealed and names else ()
+        futures = [(name, self._array(name)[stored].read()) for name in (*names, *sealed)]
         values = {}
         for name, future in futures:
             try:
                 values[name] = future.result()
             except ValueError as error:
                 raise self._damage(name, stored, error) from error
+        if sealed:
+            self._check_seals(values, stored)
+            del values[SEALS]
         return values
 
     def weights(
@@ -203,10 +210,40 @@ class Cache:
 
     def _array(self, name: str) -> Any:
         if name not in self._arrays:
-            spec: ArraySpec = self._specs[name]
+            spec: ArraySpec = self.encoding.stored_arrays()[name]
             metadata = spec.zarr(self.manifest.stored_rows, self.encoding.rows_per_shard)
             self._arrays[name] = self._store.open_array(f"{ARRAYS}/{name}", metadata)
         return self._arrays[name]
+
+    def _check_seals(
+        self, values: dict[str, np.ndarray], stored: Integer[np.ndarray, "batch"]
+    ) -> None:
+        """Checks that rows are those asked for, of this cache.
+
+        Raises:
+          DamageError: they are not.
+        """
+        shards = stored // self.encoding.rows_per_shard
+        identities = self._identities
+        if len(identities) > 1:
+            identities = [identities[self.manifest.extent_at(shard)] for shard in shards.tolist()]
+        broken = broken_seals(values, self.encoding, identities, stored)
+        found = [
+            self._damage_in(shard, name, "the file is of another shard or of another cache")
+            for name, places in broken.items()
+            for shard in np.unique(shards[places]).tolist()
+        ]
+        if found:
+            raise DamageError(found, REPAIR)
+
+    def _damage_in(self, shard: int, name: str, reason: str) -> Damage:
+        return Damage(
+            reason,
+            shard=shard,
+            array=name,
+            rows=self.manifest.shard_rows(shard),
+            documents=self.manifest.receipts[shard].documents,
+        )
 
     def _damage(
         self, name: str, stored: Integer[np.ndarray, "batch"], error: ValueError
@@ -220,15 +257,7 @@ class Cache:
             try:
                 array[inside].read().result()
             except ValueError as reason:
-                found.append(
-                    Damage(
-                        str(reason),
-                        shard=shard,
-                        array=name,
-                        rows=self.manifest.shard_rows(shard),
-                        documents=self.manifest.receipts[shard].documents,
-                    )
-                )
+                found.append(self._damage_in(shard, name, str(reason)))
         if not found:
             return StorageError(f"reading {name} from {self.location} failed once: {error}")
         return DamageError(found, REPAIR)

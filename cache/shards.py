@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from cache.errors import CacheError
-from cache.format import ARRAYS, RECEIPTS, Encoding, group_metadata, receipt_key
+from cache.format import ARRAYS, RECEIPTS, SEALS, WORK, Encoding, group_metadata, receipt_key
 from cache.manifest import Manifest, read_manifest
 from cache.receipt import Receipt, StoredArray, data_digest
+from cache.seals import seal_rows
 from cache.statistics import document_range, statistics_of
 from cache.storage import Store, chunk_key, encode_chunk
 
@@ -23,7 +24,8 @@ class TakenOverError(CacheError):
 def array_objects(encoding: Encoding, rows: int) -> dict[str, bytes]:
     """The metadata objects of the arrays of a cache with a number of stored rows, by key."""
     metadata = {
-        name: spec.zarr(rows, encoding.rows_per_shard) for name, spec in encoding.arrays().items()
+        name: spec.zarr(rows, encoding.rows_per_shard)
+        for name, spec in encoding.stored_arrays().items()
     }
     objects = {f"{ARRAYS}/{name}/zarr.json": value for name, value in metadata.items()}
     objects[f"{ARRAYS}/zarr.json"] = group_metadata(metadata)
@@ -56,7 +58,8 @@ def write_shard(
       manifest: the open manifest that this run wrote, its corpus digest known.
       shard: the shard's number.
       total_rows: stored rows of the whole cache.
-      arrays: every array of the format, [rows of the shard, ...], as `encode_shard` gives.
+      arrays: every array of the format but the seals, [rows of the shard, ...], as
+        `encode_shard` gives.
 
     Raises:
       CacheError: there is no such shard; an array is missing, has another shape or type
@@ -65,14 +68,20 @@ def write_shard(
       StorageError: storage refused a write.
     """
     encoding = manifest.encoding
-    if not 0 <= shard < encoding.shards(total_rows):
+    if not manifest.first_shard <= shard < encoding.shards(total_rows):
         raise CacheError(f"{total_rows} rows have no shard {shard}")
     first, end = encoding.shard_rows(shard, total_rows)
     _check_arrays(arrays, encoding, shard, end - first)
     _check_finite(arrays, shard, first)
+    # A leftover of another run should not touch the files; a last look is before the receipt.
+    check_run(store, manifest.run)
+    identity = manifest.identity
+    sealed = dict(arrays)
+    if encoding.sealed:
+        sealed[SEALS] = seal_rows(arrays, encoding, [identity], np.arange(first, end))
     stored = {}
-    for name, spec in encoding.arrays().items():
-        values = arrays[name]
+    for name, spec in encoding.stored_arrays().items():
+        values = sealed[name]
         data = encode_chunk(spec.zarr(total_rows, encoding.rows_per_shard), shard, values)
         store.write(array_chunk_key(name, values.ndim, shard), data)
         stored[name] = StoredArray(data_digest(values), len(data))
@@ -80,7 +89,7 @@ def write_shard(
         shard=shard,
         rows=(first, end),
         documents=document_range(arrays["documents"]),
-        identity=manifest.identity,
+        identity=identity,
         arrays=stored,
         statistics=statistics_of(arrays, encoding),
     )
@@ -123,16 +132,20 @@ def _check_finite(arrays: Mapping[str, np.ndarray], shard: int, first_row: int) 
 
 
 def check_run(store: Store, run: str) -> None:
-    """Checks that the cache is still open and still filled by the given run.
+    """Checks that the cache is still being filled, and by the given run.
 
     Raises:
       TakenOverError: it is not.
     """
     current, _ = read_manifest(store)
+    if current.state == "complete":
+        data = store.read(WORK)
+        if data is not None:
+            current = Manifest.from_bytes(data, store.location, WORK)
     if current.state != "open" or current.run != run:
         raise TakenOverError(
             f"{store.location} is being filled by run {current.run or '(finished)'}, this is run "
-            f"{run}: another `precompute` took over. Nothing is lost; let one of them finish."
+            f"{run}: another run took over. Nothing is lost; let one of them finish."
         )
 
 

@@ -30,14 +30,16 @@ def render_report(report: Report) -> str:
     lines += [f"  {item}" for item in report.damage[:_LISTED]]
     if len(report.damage) > _LISTED:
         lines.append(f"  and {len(report.damage) - _LISTED:,} more")
+    if report.mended:
+        lines.append(f"put right: {', '.join(report.mended)}")
     if report.repaired:
         lines.append(
-            f"removed the receipts of shards {_numbers(report.repaired)}; the same "
-            "`stillroom precompute` now redoes exactly these"
+            f"removed the receipts of shards {_numbers(report.repaired)}; the command that made "
+            "the cache (precompute, derive, copy or append) now redoes exactly these"
         )
-    elif any(item.shard is not None for item in report.damage):
-        lines.append("--repair removes the receipts of the broken shards; then run the same")
-        lines.append("`stillroom precompute` again: it redoes exactly those")
+    elif not report.mended and any("not finished" not in item.reason for item in report.damage):
+        lines.append("--repair puts right what it can and removes the receipts of broken shards;")
+        lines.append("then run the command that made the cache again: it redoes exactly those")
     return "\n".join(lines)
 
 

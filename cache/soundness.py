@@ -37,7 +37,7 @@ def _sound_receipts(
 ) -> tuple[dict[int, Receipt], list[Damage]]:
     receipts, damage = {}, []
     # Before its corpus is read, an open cache does not know its own identity.
-    identity = manifest.identity if "digest" in manifest.corpus else ""
+    identities = manifest.identities() if "digest" in manifest.corpus else [""]
     for shard, data in read_receipts(store, shards).items():
         listed = manifest.receipts[shard] if manifest.state == "complete" else None
         where: dict[str, Any] = {"shard": shard}
@@ -55,7 +55,9 @@ def _sound_receipts(
             damage.append(
                 Damage(f"{receipt_key(shard)} is not the one the manifest lists", **where)
             )
-        elif receipt.shard != shard or (identity and receipt.identity != identity):
+            continue
+        identity = identities[manifest.extent_at(shard)]
+        if receipt.shard != shard or (identity and receipt.identity != identity):
             damage.append(Damage(f"{receipt_key(shard)} belongs to something else", **where))
         elif not _fits(receipt, manifest, rows):
             damage.append(Damage(f"{receipt_key(shard)} does not fit this cache", **where))
@@ -76,7 +78,7 @@ def _fits(receipt: Receipt, manifest: Manifest, rows: int) -> bool:
         ends = range(first + 1, first + encoding.rows_per_shard + 1)
     masses = (receipt.statistics.exact_mass, receipt.statistics.exact_mass_histogram)
     return (
-        set(encoding.arrays()) <= set(receipt.arrays)
+        set(encoding.stored_arrays()) <= set(receipt.arrays)
         and receipt.rows[0] == receipt.shard * encoding.rows_per_shard
         and receipt.rows[1] in ends
         and all(len(mass) == len(encoding.temperatures) for mass in masses)
@@ -88,7 +90,7 @@ def _size_damage(
 ) -> Iterator[Damage]:
     places = {
         array_chunk_key(name, len(spec.inner) + 1, shard): (shard, name)
-        for name, spec in manifest.encoding.arrays().items()
+        for name, spec in manifest.encoding.stored_arrays().items()
         for shard in receipts
     }
     sizes = {key: receipts[shard].arrays[name].bytes for key, (shard, name) in places.items()}

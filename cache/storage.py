@@ -8,13 +8,13 @@ or the new one, never a part of it.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
 
+from cache import remote
 from cache.errors import CacheError
 
 # What TensorStore says a key's generation is while the key does not exist.
@@ -23,7 +23,11 @@ _ABSENT = b"\x02"
 _FAILURES = (ValueError, NotImplementedError)
 # The cached shard indices of the arrays a process reads; 8 MiB hold thousands.
 _POOL_BYTES = 8 * 2**20
-
+# Seconds within which object storage has to answer a first time.
+_PATIENCE = 40.0
+# Errors that say nothing of what is stored: it could not be asked, or did not let us.
+_UNASKED = ("ABORTED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
+_UNASKED += ("UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN")
 
 # What to do next, by the prefix of TensorStore's error.
 _ADVICE = {
@@ -41,20 +45,22 @@ class StorageError(CacheError):
 
 
 class Store:
-    """A folder that holds objects by key ("receipts/000000.json").
+    """A folder that holds objects by key ("receipts/000000.json"). Safe to use from threads.
 
     Args:
-      location: a local path, or a URL that TensorStore knows (gs://bucket/path,
-        s3://bucket/path, http://host/path).
+      location: a local path, or an address (s3://bucket/path, gs://bucket/path, and to read only
+        http://host/path and https://; see remote.py).
     """
 
     def __init__(self, location: str | os.PathLike[str]):
         self.location = os.fspath(location).rstrip("/") or "/"
         # Absolute from the start: a process may change its folder, or open us elsewhere.
-        remote = re.match(r"[a-z0-9+]+://", self.location)
-        self._local = None if remote else Path(self.location).absolute()
+        self._local = None if remote.is_remote(self.location) else Path(self.location).absolute()
         self._kvstore: Any = None
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _POOL_BYTES}})
+        self._context = ts.Context(self._resources())
+        # Whether there has been an answer, and whether it was an object: the bucket exists.
+        self._answered = self._local is not None
+        self._found = self._local is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"location": self.location, "local": self._local}
@@ -71,11 +77,20 @@ class Store:
         """The folder as a local path, or None for object storage."""
         return self._local
 
+    def _resources(self) -> dict[str, Any]:
+        pool = {"cache_pool": {"total_bytes_limit": _POOL_BYTES}}
+        return pool if self._local is not None else {**pool, **remote.resources()}
+
+    @property
+    def can_list(self) -> bool:
+        """Whether the place can be asked what it holds, and be written; http:// cannot."""
+        return not self.location.startswith(("http://", "https://"))
+
     def specification(self, folder: str = "") -> dict[str, Any] | str:
         """TensorStore's key-value specification of this folder, or of one inside it."""
         suffix = f"{folder.strip('/')}/" if folder else ""
         if self.local is None:
-            return f"{self.location}/{suffix}"
+            return remote.specification(self.location, suffix)
         return {"driver": "file", "path": f"{self.local}/{suffix}"}
 
     @property
@@ -98,51 +113,84 @@ class Store:
 
     def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
         """The object's bytes (None if absent) and the generation `replace` compares with."""
-        try:
-            result = self.kvstore.read(key).result()
-        except _FAILURES as error:
-            raise self._refused("read", key, error) from error
-        value = result.value if result.state == "value" else None
-        return value, result.stamp.generation
+        result = self._answer("read", key, self.kvstore.read(key))
+        return self._value(key, result), result.stamp.generation
 
     def read_many(self, keys: Iterable[str]) -> list[bytes | None]:
         """Several objects at once."""
         keys = list(keys)
         futures = [self.kvstore.read(key) for key in keys]
-        values = []
-        for key, future in zip(keys, futures, strict=True):
+        return [
+            self._value(key, self._answer("read", key, future))
+            for key, future in zip(keys, futures, strict=True)
+        ]
+
+    def _answer(self, verb: str, key: str, future: Any) -> Any:
+        """What a read or a listing gives; without any answer for long, an error."""
+        try:
+            if self._answered:
+                return future.result()
             try:
-                result = future.result()
-            except _FAILURES as error:
-                raise self._refused("read", key, error) from error
-            values.append(result.value if result.state == "value" else None)
-        return values
+                result = future.result(timeout=_PATIENCE)
+            except TimeoutError:
+                raise ValueError(f"DEADLINE_EXCEEDED: no answer in {_PATIENCE:.0f} s") from None
+        except _FAILURES as error:
+            raise self.refused(verb, key, error) from error
+        self._answered = True
+        return result
+
+    def _value(self, key: str, result: Any) -> bytes | None:
+        """An object's bytes, or None where there is no object, but a bucket."""
+        if result.state == "value":
+            self._found = True
+            return result.value
+        if not self._found and self.can_list:
+            # A read in a bucket that does not exist finds nothing too; a listing is refused.
+            place = ts.KvStore.KeyRange(key, f"{key}\0")
+            try:
+                self.kvstore.list(place).result()
+            except ValueError as error:
+                # Who may read only is refused as well, and knows that there is a bucket.
+                if str(error).startswith("NOT_FOUND"):
+                    raise self.refused("read", key, error) from error
+            self._found = True
+        return None
 
     def write(self, key: str, value: bytes) -> None:
         """Writes one object, replacing what was there."""
         try:
             self.kvstore.write(key, value).result()
         except _FAILURES as error:
-            raise self._refused("write", key, error) from error
+            raise self.refused("write", key, error) from error
 
     def create(self, key: str, value: bytes) -> bool:
-        """Writes one object if there is none; False if there was one already."""
+        """Writes one object if there is none; False if there was one already.
+
+        See `replace`.
+        """
         return self.replace(key, value, _ABSENT)
 
     def replace(self, key: str, value: bytes, generation: bytes) -> bool:
-        """Writes one object if its generation is still the given one; False if it is not."""
+        """Writes one object if its generation is still the given one; False if it is not.
+
+        Of several that try, one gets True; those that should be told apart write different
+        values (a run's id). On object storage whoever finds there what it wrote has written it.
+        """
         try:
             stamp = self.kvstore.write(key, value, if_equal=generation).result()
         except _FAILURES as error:
-            raise self._refused("write", key, error) from error
-        return stamp.generation != b""
+            raise self.refused("write", key, error) from error
+        if stamp.generation != b"":
+            return True
+        # A request whose answer was lost is sent again, and then finds its own object there.
+        return self.local is None and self.read(key) == value
 
     def delete(self, key: str) -> None:
         """Removes one object, if it is there."""
         try:
             self.kvstore.write(key, None).result()
         except _FAILURES as error:
-            raise self._refused("delete", key, error) from error
+            raise self.refused("delete", key, error) from error
 
     def delete_folder(self, folder: str) -> None:
         """Removes every object under a folder."""
@@ -150,7 +198,7 @@ class Store:
         try:
             self.kvstore.delete_range(_under(prefix)).result()
         except _FAILURES as error:
-            raise self._refused("delete", prefix, error) from error
+            raise self.refused("delete", prefix, error) from error
         if self.local is not None:
             _remove_empty_folders(self.local / folder)
 
@@ -158,11 +206,19 @@ class Store:
         """Keys under a folder, sorted, relative to the folder."""
         prefix = f"{folder.strip('/')}/" if folder else ""
         try:
-            keys = self.kvstore.list(_under(prefix), strip_prefix_length=len(prefix)).result()
+            future = self.kvstore.list(_under(prefix), strip_prefix_length=len(prefix))
         except _FAILURES as error:
-            raise self._refused("list", prefix, error) from error
-        # TensorStore's own unfinished writes: "<key>.__lock" and temporaries of it.
-        return sorted(name for key in keys if "__lock" not in (name := key.decode()))
+            raise self.refused("list", prefix, error) from error
+        keys = self._answer("list", prefix, future)
+        return sorted(name for key in keys if not _unfinished(name := key.decode()))
+
+    def unfinished_writes(self) -> list[str]:
+        """Keys of what killed writes left behind, sorted; of arrays and all else."""
+        try:
+            keys = [key.decode() for key in self.kvstore.list().result()]
+        except _FAILURES as error:
+            raise self.refused("list", "", error) from error
+        return sorted(key for key in keys if _unfinished(key))
 
     def sizes_differ(self, sizes: dict[str, int]) -> dict[str, str]:
         """Which objects are absent or do not have the given size in bytes, and how.
@@ -179,7 +235,7 @@ class Store:
                 result = future.result()
             except _FAILURES as error:
                 if "OUT_OF_RANGE" not in str(error):
-                    raise self._refused("read", key, error) from error
+                    raise self.refused("read", key, error) from error
                 found[key] = f"should be {sizes[key]} bytes long, is shorter"
                 continue
             excess = len(result.value) - min(sizes[key], 1)
@@ -190,13 +246,28 @@ class Store:
                 found[key] = f"should be {sizes[key]} bytes long, is {state}"
         return found
 
-    def _refused(self, verb: str, key: str, error: Exception) -> CacheError:
+    def refused(self, verb: str, key: str, error: Exception) -> CacheError:
+        """The error to raise where TensorStore failed: what could not be done, what to do."""
         if isinstance(error, CacheError):
             return error
         reason = str(error)
-        found = [advice for prefix, advice in _ADVICE.items() if reason.startswith(prefix)]
-        advice = found[0] if found else _OTHER_ADVICE
+        if isinstance(error, NotImplementedError) and not self.can_list:
+            advice = "An http:// address can only be read. Give a local path, s3:// or gs://."
+        elif self.local is None:
+            reason, advice = remote.explain(self.location, reason)
+        else:
+            found = [advice for prefix, advice in _ADVICE.items() if reason.startswith(prefix)]
+            advice = found[0] if found else _OTHER_ADVICE
         return StorageError(f"cannot {verb} {self.location}/{key}: {reason}. {advice}")
+
+    def failed_to_read(self, key: str, error: Exception) -> StorageError | None:
+        """The error to raise where data could not be read and nothing is known of it.
+
+        None if the error is about the data (missing, damaged).
+        """
+        if self.local is None and str(error).startswith(_UNASKED):
+            return StorageError(str(self.refused("read", key, error)))
+        return None
 
     def open_array(self, folder: str, metadata: dict[str, Any] | None = None) -> Any:
         """Opens the Zarr v3 array in a folder such that a missing chunk is an error.
@@ -230,26 +301,47 @@ def encode_chunk(metadata: dict[str, Any], index: int, values: Any) -> bytes:
       index: the chunk's index along the first axis; it covers the other axes whole.
       values: the chunk's values, cut where the array ends.
     """
-    context = ts.Context()
-    array = ts.open(
-        {
-            "driver": "zarr3",
-            "kvstore": {"driver": "memory", "path": "chunk/"},
-            "store_data_equal_to_fill_value": True,
-            "metadata": metadata,
-        },
-        context=context,
-        create=True,
-    ).result()
+    array, store = _in_memory(metadata)
     first = index * metadata["chunk_grid"]["configuration"]["chunk_shape"][0]
     array[first : first + len(values)].write(values).result()
-    store = ts.KvStore.open({"driver": "memory", "path": "chunk/"}, context=context).result()
     return store.read(chunk_key(index, len(metadata["shape"]))).result().value
+
+
+def decode_chunk(metadata: dict[str, Any], index: int, data: bytes) -> Any:
+    """The values that `encode_chunk` was given.
+
+    Raises:
+      ValueError: the bytes are damaged.
+    """
+    array, store = _in_memory(metadata)
+    store.write(chunk_key(index, len(metadata["shape"])), data).result()
+    rows = metadata["chunk_grid"]["configuration"]["chunk_shape"][0]
+    return array[index * rows : min((index + 1) * rows, metadata["shape"][0])].read().result()
+
+
+def _in_memory(metadata: dict[str, Any]) -> tuple[Any, Any]:
+    """A Zarr v3 array without chunks, in memory of its own, and the store of its chunks."""
+    context = ts.Context()
+    place = {"driver": "memory", "path": "chunk/"}
+    specification = {
+        "driver": "zarr3",
+        "kvstore": place,
+        "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,
+        "metadata": metadata,
+    }
+    array = ts.open(specification, context=context, create=True).result()
+    return array, ts.KvStore.open(place, context=context).result()
 
 
 def chunk_key(index: int, rank: int) -> str:
     """The key of an outer chunk that is cut along the first axis only: c.<index>.0.0"""
     return f"c.{index}" + ".0" * (rank - 1)
+
+
+def _unfinished(key: str) -> bool:
+    """Whether a key is of TensorStore's own unfinished writes: <key>.__lock, temporaries of it."""
+    return "__lock" in key
 
 
 def _under(prefix: str) -> Any:

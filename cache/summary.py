@@ -61,7 +61,7 @@ def summary(location: str) -> dict[str, Any]:
         "tokenizer": {"fingerprint": manifest.tokenizer["fingerprint"]},
         "corpus": {
             "description": manifest.corpus.get("description"),
-            "documents": manifest.corpus.get("documents"),
+            "documents": manifest.documents,
         },
         "encoding": encoding.to_json(),
         "capture": manifest.capture,
@@ -131,7 +131,7 @@ def _shards(store: Store, manifest: Manifest) -> dict[str, Any]:
         }
     files = set(store.list(ARRAYS))
     damaged = []
-    for name, spec in manifest.encoding.arrays().items():
+    for name, spec in manifest.encoding.stored_arrays().items():
         rank = len(spec.inner) + 1
         for shard in range(manifest.shards):
             if f"{name}/{chunk_key(shard, rank)}" not in files:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,15 +13,21 @@ import numpy as np
 
 from cache.consistency import inconsistencies
 from cache.errors import CacheError, Damage
-from cache.format import ARRAYS, MANIFEST, TOKENIZER, receipt_key
+from cache.format import ARRAYS, TOKENIZER, WORK
 from cache.jsonfields import parse_object
-from cache.manifest import Manifest, read_manifest
+from cache.manifest import Manifest
 from cache.receipt import Receipt, data_digest
+from cache.repair import find_manifest, mend, stray_objects
+from cache.seals import broken_seals
 from cache.shards import array_objects, finished_shards
 from cache.soundness import check_receipts, damage_at
 from cache.statistics import Statistics, combine, statistics_of
 from cache.storage import Store
 
+WORK_UNFINISHED = Damage(
+    "shards are being added to it or made again, and that is not finished. Run the command that "
+    "began it again"
+)
 # Receipts read, and sizes asked for, at a time.
 _BATCH = 256
 
@@ -39,6 +44,7 @@ class Report:
       bytes: size of the array files that the receipts state.
       damage: everything found.
       repaired: shards whose receipts were removed.
+      mended: keys of objects that were put right or removed.
     """
 
     location: str
@@ -48,6 +54,7 @@ class Report:
     bytes: int
     damage: tuple[Damage, ...]
     repaired: tuple[int, ...] = ()
+    mended: tuple[str, ...] = ()
 
     @property
     def sound(self) -> bool:
@@ -63,33 +70,30 @@ def verify(
 ) -> Report:
     """Checks a cache.
 
-    Quick: the manifest's digest, the arrays' metadata, the tokenizer, every receipt's digest,
-    every file's existence and size. Full: also every byte of every array (checksums, digests)
-    and whether the values make sense together (consistency.py).
+    Quick: the manifest's digest and its backup, the arrays' metadata, the tokenizer, every
+    receipt's digest, every file's existence and size. Full: also every byte of every array
+    (checksums, digests, seals), whether the values make sense together (consistency.py), and
+    what a killed or late writer left behind.
 
     Args:
       location: the cache.
       full: read every byte.
-      repair: remove the receipts of broken shards and reopen the cache, so that the same
-        `precompute` redoes exactly those. The rest of the cache stays as it is.
+      repair: remove the receipts of broken shards, so that the command that made them redoes
+        exactly those, and put right what can be without a teacher (repair.py). The rest of the
+        cache stays as it is.
       progress: called with (shards done, shards in all).
 
     Raises:
-      CacheError: there is no readable manifest, so that nothing else can be checked.
+      CacheError: there is no readable manifest and no backup of it, so that nothing else can
+        be checked.
     """
     store = Store(location)
-    manifest, generation = read_manifest(store)
-    damage = list(_metadata_damage(store, manifest))
+    found = find_manifest(store)
+    manifest = found.manifest
+    damage = [*found.damage, *_metadata_damage(store, manifest), *_unfinished(store, manifest)]
     shards = sorted(finished_shards(store)) if manifest.state == "open" else range(manifest.shards)
-    if manifest.state == "open":
-        damage.append(
-            Damage(
-                f"the capture is not finished: {len(shards)} shards have receipts. "
-                "Run the same `stillroom precompute` again."
-            )
-        )
-    sizes = dict.fromkeys(manifest.encoding.arrays(), 0)
-    found: list[Statistics] = []
+    sizes = dict.fromkeys(manifest.encoding.stored_arrays(), 0)
+    statistics: list[Statistics] = []
     shards = list(shards)
     for start in range(0, len(shards), _BATCH):
         batch = shards[start : start + _BATCH]
@@ -101,19 +105,21 @@ def verify(
             if receipt is not None:
                 for name in sizes:
                     sizes[name] += receipt.arrays[name].bytes
-                found.append(receipt.statistics)
+                statistics.append(receipt.statistics)
                 if full and shard not in unreadable:
                     damage += _data_damage(store, manifest, receipt)
             if progress is not None:
                 progress(start + number + 1, len(shards))
-    if manifest.state == "complete" and len(found) == manifest.shards:
-        total = combine(found, len(manifest.encoding.temperatures))
+    if manifest.state == "complete" and len(statistics) == manifest.shards:
+        total = combine(statistics, len(manifest.encoding.temperatures))
         stated = {name: manifest.bytes.get(name) for name in sizes}
         if total != manifest.statistics or sizes != stated:
             damage.append(Damage("the manifest's statistics are not the sum of the receipts'"))
-    repaired: tuple[int, ...] = ()
+    strays = stray_objects(store, manifest) if full else []
+    damage += [Damage(f"{key} does not belong to the cache: a write was killed") for key in strays]
+    repaired, mended = (), ()
     if repair and damage:
-        repaired = _repair(store, manifest, generation, damage)
+        repaired, mended = mend(store, found, damage, strays)
     return Report(
         location=store.location,
         state=manifest.state,
@@ -122,7 +128,18 @@ def verify(
         bytes=sum(sizes.values()),
         damage=tuple(damage),
         repaired=repaired,
+        mended=mended,
     )
+
+
+def _unfinished(store: Store, manifest: Manifest) -> Iterator[Damage]:
+    if manifest.state == "open":
+        done = len(finished_shards(store))
+        yield Damage(
+            f"it is not finished: {done} shards have receipts. Run the command that began it again"
+        )
+    elif store.read(WORK) is not None:
+        yield WORK_UNFINISHED
 
 
 def _metadata_damage(store: Store, manifest: Manifest) -> Iterator[Damage]:
@@ -157,10 +174,10 @@ def _same_metadata(found: bytes | None, expected: bytes) -> bool:
 
 
 def read_shard(store: Store, manifest: Manifest, receipt: Receipt) -> dict[str, Any]:
-    """Every array of one shard; a ValueError in place of an array that cannot be read."""
+    """Every array of one shard and its seals; a ValueError in place of what cannot be read."""
     first, end = receipt.rows
     futures = {}
-    for name, spec in manifest.encoding.arrays().items():
+    for name, spec in manifest.encoding.stored_arrays().items():
         rows = manifest.stored_rows or end
         metadata = spec.zarr(max(rows, end), manifest.encoding.rows_per_shard)
         futures[name] = store.open_array(f"{ARRAYS}/{name}", metadata)[first:end].read()
@@ -185,8 +202,15 @@ def _data_damage(store: Store, manifest: Manifest, receipt: Receipt) -> Iterator
             yield damage_at(receipt, name, "the data is not what the receipt's digest says")
     if not whole:
         return
-    documents = manifest.corpus.get("documents")
-    found = list(inconsistencies(values, manifest.encoding, documents))
+    if manifest.encoding.sealed:
+        rows = np.arange(*receipt.rows)
+        broken = broken_seals(values, manifest.encoding, [receipt.identity], rows)
+        yield from (damage_at(receipt, name, "not what its seals say") for name in broken)
+        if broken:
+            return
+    found = list(
+        inconsistencies(values, manifest.encoding, manifest.documents, manifest.relative_error)
+    )
     yield from (damage_at(receipt, name, reason) for name, reason in found)
     if found:
         return
@@ -201,31 +225,3 @@ def _same_statistics(one: Statistics, other: Statistics) -> bool:
         np.allclose(getattr(one, name), getattr(other, name), rtol=1e-9, atol=1e-9)
         for name in floats
     )
-
-
-def _repair(
-    store: Store, manifest: Manifest, generation: bytes, damage: list[Damage]
-) -> tuple[int, ...]:
-    changed = CacheError(
-        f"the manifest of {store.location} changed while it was verified; verify again"
-    )
-    if store.read_versioned(MANIFEST)[1] != generation:
-        raise changed
-    shards = sorted({item.shard for item in damage if item.shard is not None})
-    # Receipts first: stopped in between, the cache is one that lacks receipts, which is seen.
-    for shard in shards:
-        store.delete(receipt_key(shard))
-    if manifest.state == "complete":
-        reopened = replace(
-            manifest,
-            state="open",
-            run=f"repair-{uuid.uuid4().hex[:12]}",
-            extents=(),
-            receipts=(),
-            accounting={},
-            statistics=None,
-            bytes={},
-        )
-        if not store.replace(MANIFEST, reopened.to_bytes(), generation):
-            raise changed
-    return tuple(shards)

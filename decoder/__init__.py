@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from decoder.model import Decoder
     from decoder.saving import save_folder
     from decoder.source import Source, resolve
-    from decoder.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+    from decoder.tokenizer import (
+        Tokenizer,
+        has_tokenizer,
+        load_tokenizer,
+        tokenizer_from_files,
+    )
 
 __all__ = [
     "Decoder",
@@ -47,6 +52,7 @@ __all__ = [
     "resolve",
     "save_folder",
     "to_hugging_face",
+    "tokenizer_from_files",
 ]
 
 _HOMES = {
@@ -67,6 +73,7 @@ _HOMES = {
     "resolve": "source",
     "save_folder": "saving",
     "to_hugging_face": "config_json",
+    "tokenizer_from_files": "tokenizer",
 }
 
 

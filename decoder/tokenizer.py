@@ -7,9 +7,11 @@ does by default. JAX is not imported.
 """
 
 import json
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, SupportsInt
 
 import numpy as np
@@ -196,6 +198,14 @@ def load_tokenizer(source: str, revision: str | None = None) -> Tokenizer:
     from decoder.tokenizer_gguf import from_gguf
 
     return from_gguf(resolved.files) if resolved.kind == "gguf" else from_folder(resolved.files)
+
+
+def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
+    """The tokenizer of what `Tokenizer.files` gave, by name. Raises `DecoderError`."""
+    with tempfile.TemporaryDirectory(prefix="stillroom-tokenizer-") as folder:
+        for name, data in files.items():
+            (Path(folder) / name).write_bytes(data)
+        return load_tokenizer(folder)
 
 
 def has_tokenizer(source: str, revision: str | None = None) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-from cache.format import MANIFEST
-from cache.manifest import Manifest, read_manifest
+from cache.differences import setting_differences
+from cache.filling import begin_fill
+from cache.manifest import Manifest
 from cache.storage import Store
 from pipelines.corpus import Corpus, digest_documents, part_ranges
 from pipelines.errors import CaptureError
@@ -16,8 +15,6 @@ from pipelines.parts import read_part_receipts
 
 # Libraries whose release decides the last bits of a log-prob.
 _DECIDING = ("jax", "jaxlib")
-# How the options are called that a field of the manifest comes from.
-_OPTIONS = {"temperatures": "temperatures", "backend": "JAX's backend"}
 
 
 def agree(store: Store, wanted: Manifest, corpus: Corpus) -> Manifest:
@@ -29,64 +26,44 @@ def agree(store: Store, wanted: Manifest, corpus: Corpus) -> Manifest:
     Raises:
       CaptureError: the cache there was made otherwise; names everything that differs.
     """
-    if store.read(MANIFEST) is None and store.create(MANIFEST, wanted.to_bytes()):
-        return wanted
-    found, generation = read_manifest(store)
-    differences = list(_differences(store, found, wanted, corpus))
-    if differences:
-        lines = "\n".join(f"  {line}" for line in differences)
-        unfinished = ", or delete this unfinished one" if found.state == "open" else ""
-        raise CaptureError(
-            f"the cache {store.location} was made otherwise than you ask now:\n{lines}\n"
-            f"Ask for the same, or choose another --out{unfinished}. Nothing was changed."
-        )
-    if found.state == "complete":
-        return found
-    taken_over = replace(
-        found,
-        run=wanted.run,
-        software=wanted.software,
-        corpus={
-            **found.corpus,
-            **{key: wanted.corpus[key] for key in ("identity", "description", "documents")},
-        },
-    )
-    if not store.replace(MANIFEST, taken_over.to_bytes(), generation):
-        raise CaptureError(
-            f"another precompute has just begun to fill {store.location}. Let it finish, then "
-            "run this command again."
-        )
-    return taken_over
+
+    def differences(found: Manifest) -> list[str]:
+        return list(_differences(store, found, wanted, corpus))
+
+    return begin_fill(store, wanted, differences, CaptureError)
 
 
 def _differences(store: Store, found: Manifest, wanted: Manifest, corpus: Corpus) -> Iterator[str]:
-    yield from _fields(found.encoding.to_json(), wanted.encoding.to_json())
-    yield from _fields(found.capture, wanted.capture)
-    for name in ("teacher", "tokenizer"):
-        here, there = getattr(found, name), getattr(wanted, name)
-        if here["fingerprint"] != there["fingerprint"]:
-            hint = "config or weights" if name == "teacher" else "vocabulary, rules or template"
-            yield (
-                f"{name}: the cache's has fingerprint {here['fingerprint'][:12]}…, yours "
-                f"{there['fingerprint'][:12]}… ({hint} changed)"
-            )
+    if not found.encoding.sealed:
+        # A cache of format 1.0 stays one.
+        wanted = replace(wanted, encoding=replace(wanted.encoding, sealed=False))
+    yield from setting_differences(found, wanted)
     yield from _corpus_differences(store, found, wanted, corpus)
     if found.state == "open":
-        for name in _DECIDING:
-            before, now = found.software.get(name), wanted.software.get(name)
-            if before != now:
-                yield (
-                    f"{name}: the unfinished capture was begun with release {before}, this is "
-                    f"{now}; the last bits may differ. Install {name}=={before} to finish it"
-                )
+        yield from _release_differences(found, wanted)
 
 
-def _fields(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
-    for name in sorted(found.keys() | wanted.keys()):
-        before, now = found.get(name), wanted.get(name)
+def work_differences(found: Manifest, wanted: Manifest) -> list[str]:
+    """What differs between unfinished work on a finished cache and the work that is wanted."""
+    lines = list(setting_differences(found, wanted))
+    if found.first_shard != wanted.first_shard:
+        lines.append(
+            f"it fills the shards from {found.first_shard} on, yours those from "
+            f"{wanted.first_shard} on"
+        )
+    elif found.corpus.get("identity") != wanted.corpus.get("identity"):
+        lines.append(f"its documents are of {found.corpus.get('description')}, yours are others")
+    return [*lines, *_release_differences(found, wanted)]
+
+
+def _release_differences(found: Manifest, wanted: Manifest) -> Iterator[str]:
+    for name in _DECIDING:
+        before, now = found.software.get(name), wanted.software.get(name)
         if before != now:
-            label = _OPTIONS.get(name, name.replace("_", "-"))
-            yield f"{label}: the cache has {json.dumps(before)}, you ask for {json.dumps(now)}"
+            yield (
+                f"{name}: the unfinished capture was begun with release {before}, this is "
+                f"{now}; the last bits may differ. Install {name}=={before} to finish it"
+            )
 
 
 def _corpus_differences(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-import uuid
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,14 @@ import jax
 import cache
 import decoder
 from cache.errors import DamageError
-from cache.format import MANIFEST, PARTS, TOKENIZER, Encoding
+from cache.filling import begin_work, check_place, missing_shards, new_run, reopened, settle
+from cache.format import PARTS, TOKENIZER, WORK, Encoding
 from cache.manifest import Manifest
 from cache.reader import REPAIR
 from cache.storage import Store
-from pipelines.agreement import agree
-from pipelines.corpus import open_corpus
+from cache.verify import WORK_UNFINISHED
+from pipelines.agreement import agree, work_differences
+from pipelines.corpus import Corpus, open_corpus
 from pipelines.encode import resolve_bos, resolve_eos
 from pipelines.errors import CaptureError, TeacherError
 from pipelines.options import PrecomputeOptions
@@ -35,6 +36,25 @@ TARGETS_VERSION = 1
 _SOFTWARE = ("jax", "jaxlib", "flax", "numpy", "tensorstore")
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A capture as it is asked for.
+
+    Attributes:
+      store: where the cache is or will be.
+      manifest: the open manifest of it, with a run id of its own.
+      corpus: the documents.
+      files: of the tokenizer, by name.
+      plan: what workers need.
+    """
+
+    store: Store
+    manifest: Manifest
+    corpus: Corpus
+    files: dict[str, bytes]
+    plan: Plan
+
+
 def begin(options: PrecomputeOptions) -> Plan | cache.Cache:
     """Opens the corpus, teacher and cache of a capture, and refuses what does not agree.
 
@@ -45,8 +65,24 @@ def begin(options: PrecomputeOptions) -> Plan | cache.Cache:
     Raises:
       PipelineError, CacheError, DecoderError: what is wrong and what to do.
     """
+    wanted = what_is_wanted(options)
+    manifest = agree(wanted.store, wanted.manifest, wanted.corpus)
+    write_tokenizer(wanted, manifest)
+    if manifest.state == "open":
+        return replace(wanted.plan, manifest=manifest)
+    if missing_shards(wanted.store, manifest):
+        return again(wanted, manifest, 0)
+    return finished(wanted, manifest)
+
+
+def what_is_wanted(options: PrecomputeOptions) -> Wanted:
+    """Opens the corpus and looks at the teacher; writes nothing.
+
+    Raises:
+      PipelineError, DecoderError: what is wrong and what to do.
+    """
     store = Store(options.out)
-    _check_place(store)
+    check_place(store, CaptureError)
     tokenizer = decoder.load_tokenizer(
         options.tokenizer or options.teacher,
         None if options.tokenizer else options.teacher_revision,
@@ -88,37 +124,40 @@ def begin(options: PrecomputeOptions) -> Plan | cache.Cache:
             "documents": len(corpus),
         },
         software={name: metadata.version(name) for name in _SOFTWARE},
-        run=f"{uuid.uuid4().hex[:12]}",
+        run=new_run(),
     )
-    manifest = agree(store, wanted, corpus)
-    if manifest.state == "complete":
-        return _finished(store, options)
-    for name, data in files.items():
-        store.write(f"{TOKENIZER}/{name}", data)
-    return Plan(
+    plan = Plan(
         store=store,
         options=_absolute(options),
-        manifest=manifest,
+        manifest=wanted,
         corpus=corpus_settings(_absolute(options)),
         parts=parts,
         holes=tuple(hole for hole in tokenizer.holes if hole < vocabulary),
     )
+    return Wanted(store, wanted, corpus, files, plan)
 
 
-def _check_place(store: Store) -> None:
-    """Refuses a folder that holds something else than a cache."""
-    place = store.local
-    if place is None or not place.exists():
-        return
-    if not place.is_dir():
-        raise CaptureError(f"--out {place} is a file. A cache is a folder; choose another path.")
-    # A write that was killed leaves its lock behind, perhaps that of the very first object.
-    names = sorted(path.name for path in place.iterdir() if "__lock" not in path.name)
-    if names and MANIFEST not in names:
-        raise CaptureError(
-            f"--out {place} is not a cache and not empty: it holds {', '.join(names[:5])}. "
-            "Choose another path."
-        )
+def write_tokenizer(wanted: Wanted, manifest: Manifest) -> None:
+    """Stores the files of the tokenizer that the manifest lists, where they are not there."""
+    listed = manifest.tokenizer.get("files", {})
+    for name, data in wanted.files.items():
+        key = f"{TOKENIZER}/{name}"
+        # An equal tokenizer may come in other files: those that are there stay.
+        if listed.get(name) == hashlib.sha256(data).hexdigest() and wanted.store.read(key) != data:
+            wanted.store.write(key, data)
+
+
+def again(wanted: Wanted, complete: Manifest, extent: int) -> Plan:
+    """The plan of making shards of a finished cache again, where receipts are missing.
+
+    Raises:
+      CacheError: other work is under way there.
+    """
+    opened = replace(
+        reopened(complete, extent, wanted.manifest.run), software=wanted.manifest.software
+    )
+    manifest = begin_work(wanted.store, opened, lambda found: work_differences(found, opened))
+    return replace(wanted.plan, manifest=manifest, finished=complete)
 
 
 def _vocabulary(
@@ -218,10 +257,18 @@ def _absolute(options: PrecomputeOptions) -> PrecomputeOptions:
     )
 
 
-def _finished(store: Store, options: PrecomputeOptions) -> cache.Cache:
-    report = cache.verify(store.location)
-    if not report.sound:
-        raise DamageError(report.damage, REPAIR)
-    if not options.keep_parts and store.list(PARTS):
+def finished(wanted: Wanted, complete: Manifest) -> cache.Cache:
+    """A finished cache that needs no work.
+
+    Raises:
+      DamageError: it is damaged.
+    """
+    store = wanted.store
+    if store.read(WORK) is None:
+        settle(store, complete)
+    damage = [item for item in cache.verify(store.location).damage if item != WORK_UNFINISHED]
+    if damage:
+        raise DamageError(damage, REPAIR)
+    if not wanted.plan.options.keep_parts and store.read(WORK) is None and store.list(PARTS):
         store.delete_folder(PARTS)
     return cache.open(store.location)

@@ -153,6 +153,52 @@ class PrecomputeOptions:
         return tomli_w.dumps(values)
 
 
+@dataclass(frozen=True)
+class AppendOptions:
+    """Adds documents to a finished cache, with the teacher and the settings that it was made with.
+
+    Readers that have the cache open keep what they had. Run the same command again after any
+    interruption: it goes on where it stopped.
+
+    Example: stillroom append cache --dataset more.jsonl
+    """
+
+    cache: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CACHE")]
+    """The cache: a local path, gs://… or s3://…."""
+    dataset: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")]
+    """The documents to add: as of `stillroom precompute`."""
+
+    # The corpus.
+    name: str | None = None
+    """Configuration of a hub dataset."""
+    split: str = "train"
+    """Split of the dataset."""
+    revision: str | None = None
+    """Revision of a hub dataset; resolved to a commit."""
+    column: str = "text"
+    """Column that holds the text."""
+    text_unit: Literal["file", "line"] = "file"
+    """What is one document in a .txt file."""
+    limit: int | None = None
+    """Take only the first so many documents."""
+
+    # The teacher.
+    teacher: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH|MODULE:FUNCTION")] = None
+    """Where the teacher is now, if not where it was. It must be the same one."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not with the teacher."""
+
+    # Work.
+    workers: int = 1
+    """Processes on this machine. Each loads the teacher."""
+    runner: str = "local"
+    """local, or another Beam runner by its name, such as DaskRunner or DataflowRunner."""
+    beam_options: str = ""
+    """Beam's own options for that runner, in one string."""
+    keep_parts: bool = False
+    """Keep the tokenised rows after the work."""
+
+
 def read_options(path: str | Path) -> dict[str, Any]:
     """Options from a TOML file, as keyword arguments of `PrecomputeOptions`.
 

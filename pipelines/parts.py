@@ -107,16 +107,26 @@ class PartSettings:
     documents_per_part: int
 
 
-def part_key(part: int) -> str:
-    return f"{PARTS}/{part:06d}.npz"
+def parts_folder(first_shard: int) -> str:
+    """Where the parts are of the extent that begins with a shard; apart from those of others."""
+    return f"{PARTS}/from-{first_shard:06d}" if first_shard else PARTS
 
 
-def part_receipt_key(part: int) -> str:
-    return f"{PARTS}/{part:06d}.json"
+def part_key(part: int, folder: str = PARTS) -> str:
+    return f"{folder}/{part:06d}.npz"
+
+
+def part_receipt_key(part: int, folder: str = PARTS) -> str:
+    return f"{folder}/{part:06d}.json"
 
 
 def lay_part(
-    store: Store, corpus: Corpus, tokenizer: Tokenizer, settings: PartSettings, part: int
+    store: Store,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    settings: PartSettings,
+    part: int,
+    folder: str = PARTS,
 ) -> PartReceipt:
     """Tokenises one part's documents, lays them into rows, and stores rows, then receipt.
 
@@ -148,14 +158,14 @@ def lay_part(
         accounting=rows.accounting,
         **{name: getattr(encoded, name) for name in _LEFT_OUT},
     )
-    store.write(part_key(part), data)
-    store.write(part_receipt_key(part), receipt.to_bytes())
+    store.write(part_key(part, folder), data)
+    store.write(part_receipt_key(part, folder), receipt.to_bytes())
     return receipt
 
 
-def read_part_receipts(store: Store, parts: int) -> dict[int, PartReceipt]:
+def read_part_receipts(store: Store, parts: int, folder: str = PARTS) -> dict[int, PartReceipt]:
     """The receipts of the parts that are laid, by number."""
-    keys = [part_receipt_key(part) for part in range(parts)]
+    keys = [part_receipt_key(part, folder) for part in range(parts)]
     found = zip(keys, store.read_many(keys), strict=True)
     receipts = (PartReceipt.from_bytes(data, key) for key, data in found if data is not None)
     return {receipt.part: receipt for receipt in receipts}
@@ -169,10 +179,12 @@ class PartRows:
     Args:
       store: the cache.
       parts: number of rows and sha256 of each part's file, in order.
+      folder: where the files are.
     """
 
-    def __init__(self, store: Store, parts: Sequence[tuple[int, str]]):
+    def __init__(self, store: Store, parts: Sequence[tuple[int, str]], folder: str = PARTS):
         self._store = store
+        self._folder = folder
         self._parts = parts
         self._ends = np.cumsum([rows for rows, _ in parts]) if parts else np.zeros(0, np.int64)
         self._kept: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
@@ -201,13 +213,14 @@ class PartRows:
         if part in self._kept:
             self._kept.move_to_end(part)
             return self._kept[part]
-        key = part_key(part)
+        key = part_key(part, self._folder)
         data = self._store.read(key)
         if data is None or hashlib.sha256(data).hexdigest() != self._parts[part][1]:
             state = "is missing" if data is None else "is not what its receipt says"
             raise CaptureError(
-                f"{self._store.location}/{key} {state}. Delete {part_receipt_key(part)} and run "
-                "the same command again: it lays that part anew."
+                f"{self._store.location}/{key} {state}. Delete "
+                f"{part_receipt_key(part, self._folder)} and run the same command again: it lays "
+                "that part anew."
             )
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             rows = {name: file[name] for name in _ROW_ARRAYS}

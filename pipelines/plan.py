@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cache.manifest import Manifest
 from cache.storage import Store
 from pipelines.corpus import CorpusSettings
 from pipelines.layout import LayoutSettings
 from pipelines.options import PrecomputeOptions
-from pipelines.parts import PartSettings
+from pipelines.parts import PartSettings, parts_folder
 from pipelines.targets import TargetSettings
 
 
@@ -25,6 +26,7 @@ class Plan:
       parts: how documents become rows.
       holes: ids below the vocabulary that no token has.
       laid: rows and sha256 of every part, in order; empty until the parts are laid.
+      finished: the complete manifest of the cache, if shards are added to it or made again.
     """
 
     store: Store
@@ -34,6 +36,7 @@ class Plan:
     parts: PartSettings
     holes: tuple[int, ...] = ()
     laid: tuple[tuple[int, str], ...] = ()
+    finished: Manifest | None = None
 
     @property
     def run(self) -> str:
@@ -41,8 +44,34 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of the cache; known when the parts are laid."""
+        """Rows of the extent that is filled; known when the parts are laid."""
         return sum(rows for rows, _ in self.laid)
+
+    @property
+    def first_row(self) -> int:
+        """Where the extent begins on the arrays' row axis."""
+        return self.manifest.first_shard * self.manifest.encoding.rows_per_shard
+
+    @property
+    def stored_rows(self) -> int:
+        """Where the extent ends on the arrays' row axis."""
+        return self.first_row + self.rows
+
+    @property
+    def shards(self) -> range:
+        """Numbers of the extent's shards."""
+        first = self.manifest.first_shard
+        return range(first, first + self.manifest.encoding.shards(self.rows))
+
+    @property
+    def parts_folder(self) -> str:
+        return parts_folder(self.manifest.first_shard)
+
+    @property
+    def elsewhere(self) -> set[int]:
+        """Numbers of the cache's shards that are of other extents."""
+        known = range(0 if self.finished is None else self.finished.shards)
+        return set(known) - set(self.shards)
 
     @property
     def targets(self) -> TargetSettings:
@@ -72,3 +101,31 @@ def corpus_settings(options: PrecomputeOptions) -> CorpusSettings:
         limit=options.limit,
         text_unit=options.text_unit,
     )
+
+
+def options_of(manifest: Manifest, **given: Any) -> PrecomputeOptions:
+    """The options of a capture like the one that a cache is of.
+
+    Args:
+      manifest: of the cache.
+      given: what the manifest does not say (dataset, teacher, out), or should be otherwise.
+    """
+    encoding, capture = manifest.encoding, manifest.capture
+    copied = ("layout", "overlap", "documents_per_part", "precision", "micro_batch", "chunk")
+    settings: dict[str, Any] = {
+        **{name: capture[name] for name in copied},
+        "vocabulary": encoding.vocabulary,
+        "length": encoding.length,
+        "bos": "on" if capture["bos"] else "off",
+        "eos": "on" if capture["eos"] else "off",
+        "k": encoding.k,
+        "exact": min(capture["exact"], encoding.k),
+        "tail": encoding.tail,
+        "temperatures": encoding.temperatures,
+        "seed": capture["seed"],
+        "logprobs": encoding.logprobs,
+        "mantissa_bits": encoding.mantissa_bits,
+        "rows_per_shard": encoding.rows_per_shard,
+        "shard_teacher": capture["teacher_devices"] > 1,
+    }
+    return PrecomputeOptions(**{**settings, **given})

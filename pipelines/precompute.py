@@ -9,19 +9,12 @@ from dataclasses import dataclass, replace
 from apache_beam.utils.shared import Shared
 
 import cache
-from cache.format import MANIFEST, PARTS, RUNS, receipt_key
-from cache.manifest import Extent, ReceiptEntry
+from cache.filling import finish
+from cache.format import RUNS, WORK, receipt_key
 from cache.progress import watch
-from cache.receipt import Receipt
 from cache.runlog import FAILED, RunLog, read_events
-from cache.shards import (
-    check_run,
-    create_arrays,
-    finished_shards,
-    read_receipts,
-)
+from cache.shards import create_arrays, finished_shards
 from cache.soundness import check_receipts
-from cache.statistics import combine
 from pipelines.begin import begin
 from pipelines.corpus import combine_digests, part_ranges
 from pipelines.errors import CaptureError, CorpusError
@@ -62,9 +55,17 @@ def precompute(options: PrecomputeOptions) -> Outcome:
     started = begin(options)
     if isinstance(started, cache.Cache):
         return Outcome(started, 0, ())
-    plan = started
+    return fill(started)
+
+
+def fill(plan: Plan) -> Outcome:
+    """Lays the parts of a plan, scores its shards and finishes the cache.
+
+    Raises:
+      PipelineError, CacheError, DecoderError: see `precompute`.
+    """
     store, run = plan.store, plan.run
-    store.write(f"{RUNS}/{run}/config.toml", options.to_toml().encode())
+    store.write(f"{RUNS}/{run}/config.toml", plan.options.to_toml().encode())
     log = RunLog(store, run)
     log.write("begin", software=plan.manifest.software)
     laid = _lay_parts(plan)
@@ -77,30 +78,42 @@ def precompute(options: PrecomputeOptions) -> Outcome:
         ),
     )
     notes = _check_rows(plan, laid)
+    _refuse_known_documents(plan)
     scored = _score_shards(plan)
-    finished = _finish(plan, laid)
+    _, changed = finish(store, plan.manifest, plan.rows, total_accounting(laid))
+    if changed:
+        notes = (
+            *notes,
+            "Shards that were made again have other bytes than before, for this is not the "
+            "machine or the software that made them; the manifest lists the new ones.",
+        )
     log.write("finish", scored=scored)
-    if not options.keep_parts:
-        store.delete_folder(PARTS)
-    return Outcome(finished, scored, notes)
+    if not plan.options.keep_parts:
+        store.delete_folder(plan.parts_folder)
+    return Outcome(cache.open(store.location), scored, notes)
 
 
 def _lay_parts(plan: Plan) -> list[PartReceipt]:
     documents = plan.manifest.corpus["documents"]
     total = len(part_ranges(documents, plan.parts.documents_per_part))
-    receipts = read_part_receipts(plan.store, total)
+    folder = plan.parts_folder
+    receipts = read_part_receipts(plan.store, total, folder)
     # A clean-up that was killed may have left receipts without rows.
-    files = {f"{PARTS}/{name}" for name in plan.store.list(PARTS)}
-    pending = [part for part in range(total) if part not in receipts or part_key(part) not in files]
+    files = {f"{folder}/{name}" for name in plan.store.list(folder)}
+    pending = [
+        part for part in range(total) if part not in receipts or part_key(part, folder) not in files
+    ]
     _run_stage(
         plan,
         LayPart,
         pending,
         title="Tokenising",
-        count=lambda: sum(name.endswith(".json") for name in plan.store.list(PARTS)),
+        count=lambda: sum(
+            name.endswith(".json") and "/" not in name for name in plan.store.list(folder)
+        ),
         total=total,
     )
-    receipts = read_part_receipts(plan.store, total)
+    receipts = read_part_receipts(plan.store, total, folder)
     _refuse_failed(plan, "part", [part for part in range(total) if part not in receipts])
     laid = [receipts[part] for part in range(total)]
     before = plan.manifest.corpus.get("parts")
@@ -133,13 +146,31 @@ def _check_rows(plan: Plan, laid: Sequence[PartReceipt]) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _refuse_known_documents(plan: Plan) -> None:
+    """Refuses to append documents that the cache has already, and gives up the work on them."""
+    if plan.finished is None:
+        return
+    corpora = [extent.corpus or plan.finished.corpus for extent in plan.finished.extents]
+    firsts = [extent.first_shard for extent in plan.finished.extents]
+    for first_shard, corpus in zip(firsts, corpora, strict=True):
+        same = corpus.get("digest") == plan.manifest.corpus["digest"]
+        if same and first_shard != plan.manifest.first_shard:
+            plan.store.delete(WORK)
+            plan.store.delete_folder(plan.parts_folder)
+            raise CorpusError(
+                f"these documents are in the cache already, from shard {first_shard} on "
+                f"({corpus.get('description')}). Nothing was appended."
+            )
+
+
 def _score_shards(plan: Plan) -> int:
     """Scores every shard without a sound receipt; returns how many there were."""
     encoding = plan.manifest.encoding
-    total = encoding.shards(plan.rows)
-    create_arrays(plan.store, encoding, plan.rows)
-    done = _sound_shards(plan, total)
-    pending = [shard for shard in range(total) if shard not in done]
+    shards, total = plan.shards, len(plan.shards)
+    if plan.finished is None:
+        create_arrays(plan.store, encoding, plan.rows)
+    done = _sound_shards(plan)
+    pending = [shard for shard in shards if shard not in done]
     if pending:
         _say(
             f"Scoring {len(pending)} of {total} shards of {encoding.rows_per_shard} rows, "
@@ -150,23 +181,24 @@ def _score_shards(plan: Plan) -> int:
         ScoreShard,
         pending,
         title="Scoring",
-        count=lambda: len(finished_shards(plan.store)),
+        count=lambda: len(finished_shards(plan.store).intersection(shards)),
         total=total,
         tokens=plan.rows * encoding.length / max(total, 1),
     )
     have = finished_shards(plan.store)
-    _refuse_failed(plan, "shard", [shard for shard in range(total) if shard not in have])
+    _refuse_failed(plan, "shard", [shard for shard in shards if shard not in have])
     return len(pending)
 
 
-def _sound_shards(plan: Plan, total: int) -> set[int]:
+def _sound_shards(plan: Plan) -> set[int]:
     """Shards whose receipt is of this capture and whose files have the right sizes.
 
-    The receipts of others are removed, so that they are scored again.
+    The receipts of others are removed, so that they are scored again; not those of other
+    extents.
     """
-    have = finished_shards(plan.store)
-    ours = sorted(have & set(range(total)))
-    sound, damage = check_receipts(plan.store, plan.manifest, ours, plan.rows)
+    have = finished_shards(plan.store) - plan.elsewhere
+    ours = sorted(have.intersection(plan.shards))
+    sound, damage = check_receipts(plan.store, plan.manifest, ours, plan.stored_rows)
     for item in damage:
         _say(f"Scored again: {item}.")
     for shard in sorted(have - set(sound)):
@@ -216,38 +248,6 @@ def _refuse_failed(plan: Plan, name: str, failed: list[int]) -> None:
         + "\nRun the same command again when the cause is mended: it redoes only these. "
         f"Tracebacks are in {plan.store.location}/{RUNS}/{plan.run}/."
     )
-
-
-def _finish(plan: Plan, laid: Sequence[PartReceipt]) -> cache.Cache:
-    """Replaces the open manifest by the complete one."""
-    store, encoding = plan.store, plan.manifest.encoding
-    total = encoding.shards(plan.rows)
-    entries, statistics = [], []
-    sizes = dict.fromkeys(encoding.arrays(), 0)
-    for shard, data in read_receipts(store, range(total)).items():
-        receipt = Receipt.from_bytes(data or b"", receipt_key(shard))
-        entries.append(ReceiptEntry(receipt.digest, receipt.documents))
-        statistics.append(receipt.statistics)
-        for name, stored in receipt.arrays.items():
-            sizes[name] += stored.bytes
-    complete = replace(
-        plan.manifest,
-        state="complete",
-        run="",
-        extents=(Extent(0, total, plan.rows),),
-        receipts=tuple(entries),
-        accounting=total_accounting(laid),
-        statistics=combine(statistics, len(encoding.temperatures)),
-        bytes=sizes,
-    )
-    _, generation = store.read_versioned(MANIFEST)
-    check_run(store, plan.run)
-    if not store.replace(MANIFEST, complete.to_bytes(), generation):
-        raise CaptureError(
-            f"the manifest of {store.location} was changed by another run at the very end. Run "
-            "the same command again."
-        )
-    return cache.open(store.location)
 
 
 def _say(text: str) -> None:

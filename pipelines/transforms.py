@@ -12,7 +12,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.utils.shared import Shared
 
-from cache.encoding import encode_shard
+from cache.encoding import encode_shard, numbered_from
 from cache.errors import CacheError
 from cache.runlog import FAILED, RunLog
 from cache.shards import TakenOverError, write_shard
@@ -119,7 +119,9 @@ class LayPart(_Stage):
     def _work(self, element: int) -> None:
         start = time.monotonic()
         plan = self._plan
-        receipt = lay_part(plan.store, self._corpus, self._tokenizer, plan.parts, element)
+        receipt = lay_part(
+            plan.store, self._corpus, self._tokenizer, plan.parts, element, plan.parts_folder
+        )
         self._log.write(
             "part", part=element, rows=receipt.rows, seconds=round(time.monotonic() - start, 3)
         )
@@ -135,16 +137,17 @@ class ScoreShard(_Stage):
 
     def _prepare(self) -> None:
         plan = self._plan
-        self._rows = PartRows(plan.store, plan.laid)
+        self._rows = PartRows(plan.store, plan.laid, plan.parts_folder)
         self._teacher = self._shared.acquire(lambda: Teacher(plan), tag=plan.run)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-shard")
         self._writing: Future[None] | None = None
 
     def _work(self, element: int) -> None:
         plan = self._plan
-        first, end = plan.manifest.encoding.shard_rows(element, plan.rows)
+        first, end = plan.manifest.encoding.shard_rows(element, plan.stored_rows)
         start = time.monotonic()
-        rows = self._rows.read(first, end)
+        rows = self._rows.read(first - plan.first_row, end - plan.first_row)
+        rows["documents"] = numbered_from(rows["documents"], plan.manifest.first_document)
         targets = score_rows(self._teacher.score, rows, first, self._teacher.batch)
         seconds = time.monotonic() - start
         self._wait()
@@ -156,7 +159,7 @@ class ScoreShard(_Stage):
         plan = self._plan
         start = time.monotonic()
         arrays = encode_shard(rows, targets, plan.manifest.encoding)
-        receipt = write_shard(plan.store, plan.manifest, shard, plan.rows, arrays)
+        receipt = write_shard(plan.store, plan.manifest, shard, plan.stored_rows, arrays)
         self._log.write(
             "shard",
             shard=shard,

@@ -21,7 +21,7 @@ from student.errors import RunError, StudentError
 from student.functions import parameters_of
 from student.options import TrainOptions
 from student.prune import Search, best_block, drop, trim
-from student.vocabulary import check_tokenizers, legal_ids, softmax_ids, tokenizer_from_files
+from student.vocabulary import check_tokenizers, legal_ids, softmax_ids
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def build(
       DecoderError: the checkpoint cannot be loaded.
       DamageError: the cache's tokenizer is damaged.
     """
-    cached = tokenizer_from_files(cache.tokenizer_files())
+    cached = decoder.tokenizer_from_files(cache.tokenizer_files())
     scratch = is_scratch(options.student)
     start = _scratch(options, cache) if scratch else _load(options, cache, cached)
     model, own, rows = start.model, start.tokenizer, start.rows

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Bool
 
-from decoder import Tokenizer, load_tokenizer
+from decoder import Tokenizer
 from student.errors import StudentError
-
-
-def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
-    """The tokenizer of `Cache.tokenizer_files` or `Tokenizer.files`.
-
-    Raises:
-      DecoderError: they are not understood.
-    """
-    with tempfile.TemporaryDirectory(prefix="stillroom-tokenizer-") as folder:
-        for name, data in files.items():
-            (Path(folder) / name).write_bytes(data)
-        return load_tokenizer(folder)
 
 
 def check_tokenizers(student: Tokenizer, cached: Tokenizer) -> None:

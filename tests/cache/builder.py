@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ import numpy as np
 
 from cache.encoding import encode_shard, padding_rows
 from cache.errors import Damage
-from cache.format import MANIFEST, TOKENIZER, Encoding, receipt_key
-from cache.manifest import Extent, Manifest, ReceiptEntry
-from cache.receipt import Receipt
-from cache.shards import array_chunk_key, create_arrays, read_receipts, write_shard
-from cache.statistics import combine
+from cache.filling import completed
+from cache.format import BACKUP, MANIFEST, TOKENIZER, Encoding
+from cache.manifest import Extent, Manifest
+from cache.shards import array_chunk_key, create_arrays, write_shard
 from cache.storage import Store
 from cache.verify import Report
 from tests.models import write_tiny_tokenizer
@@ -206,27 +205,10 @@ def open_manifest(
 
 def finish(store: Store, manifest: Manifest, extents: tuple[Extent, ...]) -> Manifest:
     """Replaces the open manifest by the complete one, as the last step of a capture does."""
-    total = sum(extent.shards for extent in extents)
-    receipts = [
-        Receipt.from_bytes(data or b"", receipt_key(shard))
-        for shard, data in read_receipts(store, range(total)).items()
-    ]
-    complete = replace(
-        manifest,
-        state="complete",
-        run="",
-        extents=extents,
-        receipts=tuple(ReceiptEntry(receipt.digest, receipt.documents) for receipt in receipts),
-        accounting={"documents": manifest.corpus["documents"], "dropped_bytes": 0},
-        statistics=combine(
-            [receipt.statistics for receipt in receipts], len(manifest.encoding.temperatures)
-        ),
-        bytes={
-            name: sum(receipt.arrays[name].bytes for receipt in receipts)
-            for name in manifest.encoding.arrays()
-        },
-    )
+    accounting = {"documents": manifest.corpus["documents"], "dropped_bytes": 0}
+    complete = completed(store, manifest, extents, accounting)
     store.write(MANIFEST, complete.to_bytes())
+    store.write(BACKUP, complete.to_bytes())
     return complete
 
 
@@ -290,7 +272,7 @@ def same(found: np.ndarray, expected: np.ndarray) -> bool:
 
 def shard_file(built: Built, name: str, shard: int) -> Path:
     """The file of one array of one shard."""
-    rank = len(built.encoding.arrays()[name].inner) + 1
+    rank = len(built.encoding.stored_arrays()[name].inner) + 1
     return built.path / array_chunk_key(name, rank, shard)
 
 

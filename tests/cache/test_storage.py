@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.errors import CacheError
-from cache.storage import StorageError, Store, chunk_key, encode_chunk
+from cache.storage import StorageError, Store, chunk_key, decode_chunk, encode_chunk
 from tests.cache.builder import make_encoding, same
 
 
@@ -247,7 +247,8 @@ def test_pickling_and_changing_folder_keep_the_place(
     assert not any((tmp_path / "elsewhere").iterdir())
     remote = pickle.loads(pickle.dumps(Store("gs://bucket/cache")))
     assert remote.local is None
-    assert remote.specification("a") == "gs://bucket/cache/a/"
+    place = {"driver": "gcs", "bucket": "bucket", "path": "cache/a/"}
+    assert remote.specification("a") == place
 
 
 def test_a_write_that_was_cut_leaves_the_old_object(store: Store) -> None:
@@ -301,6 +302,15 @@ def test_encoding_a_chunk_is_repeatable_and_copes_with_any_layout() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: encode_chunk(metadata, 0, values), range(16)))
     assert set(found) == {once}
+    assert same(decode_chunk(metadata, 0, once), values)
+    short = encode_chunk(metadata, 2, values[:2])
+    assert same(decode_chunk(metadata, 2, short), values[:2])
+    for place in range(0, len(once), 7):
+        flipped = once[:place] + bytes([once[place] ^ 1]) + once[place + 1 :]
+        with pytest.raises(ValueError):
+            decode_chunk(metadata, 0, flipped)
+    with pytest.raises(ValueError):
+        decode_chunk(metadata, 0, once[:-1])
 
 
 @settings(max_examples=25, deadline=None)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 import cache
+from cache.manifest import Manifest
 from cache.runlog import read_events
 from cache.storage import Store
 from pipelines import precompute as precompute_module
@@ -248,3 +250,8 @@ def command_words(settings: PrecomputeOptions, **changes: Any) -> list[str]:
     for name, value in names.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return words
+
+
+def with_changes(manifest: Manifest, **changes: Any) -> Manifest:
+    """A manifest with other fields."""
+    return replace(manifest, **changes)

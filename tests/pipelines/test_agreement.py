@@ -66,7 +66,7 @@ def refused(folder: Path, state: str, message: str, **changes: Any) -> str:
     assert small.everything(folder / state) == before
     text = str(error.value)
     assert "Nothing was changed" in text
-    assert "choose another --out" in text
+    assert "choose another place" in text
     return text
 
 
@@ -243,7 +243,7 @@ def test_an_unfinished_capture_needs_the_release_that_began_it(folder, monkeypat
 
 def test_two_that_begin_at_once_do_not_both_go_on(folder, monkeypatch):
     monkeypatch.setattr(Store, "replace", lambda *_: False)
-    with pytest.raises(CaptureError, match="another precompute has just begun to fill"):
+    with pytest.raises(CaptureError, match="another run has just begun to fill"):
         begin(small.options(folder, "open"))
 
 

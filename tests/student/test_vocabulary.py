@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from decoder import Tokenizer
-from decoder.tokenizer import build_tokenizer
+from decoder.tokenizer import build_tokenizer, tokenizer_from_files
 from student.errors import StudentError
 from student.vocabulary import (
     check_tokenizers,
     legal_ids,
     softmax_ids,
-    tokenizer_from_files,
 )
 from tests.models import BOS, EOS, tiny_tokenizer
 

@@ -1,0 +1,91 @@
+"""Append: more documents, scored by the same teacher, as a new extent of a finished cache."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from cache.filling import begin_work, missing_shards
+from cache.manifest import Manifest, read_manifest
+from cache.storage import Store
+from pipelines.agreement import setting_differences, work_differences
+from pipelines.begin import Wanted, again, finished, what_is_wanted, write_tokenizer
+from pipelines.errors import CaptureError
+from pipelines.options import AppendOptions
+from pipelines.plan import Plan, options_of
+from pipelines.precompute import Outcome, fill
+
+_OWN = ("cache", "teacher")
+
+
+def append(options: AppendOptions) -> Outcome:
+    """Adds documents to a cache, or goes on with an unfinished addition.
+
+    The settings are those in the manifest. The complete manifest stays until all new shards are
+    done and is then replaced by one that lists them as well.
+
+    Raises:
+      PipelineError, CacheError, DecoderError: what is wrong and what to do; nothing that
+        was captured is lost.
+    """
+    store = Store(options.cache)
+    complete, _ = read_manifest(store)
+    if complete.state != "complete":
+        raise CaptureError(
+            f"the cache {store.location} is not finished. Run the command that began it again "
+            "first."
+        )
+    if "derived" in complete.capture:
+        raise CaptureError(
+            f"the cache {store.location} was derived from others: no teacher can add to it. Append "
+            "to its source and derive again, or capture the new documents and derive a joined one."
+        )
+    given = {name: value for name, value in asdict(options).items() if name not in _OWN}
+    wanted = what_is_wanted(
+        options_of(
+            complete,
+            out=options.cache,
+            teacher=options.teacher or complete.teacher["source"],
+            teacher_revision=None if options.teacher else complete.teacher.get("revision"),
+            **given,
+        )
+    )
+    opened = replace(
+        wanted.manifest,
+        encoding=replace(wanted.manifest.encoding, sealed=complete.encoding.sealed),
+        first_shard=complete.shards,
+        first_document=complete.documents or 0,
+    )
+    differences = list(setting_differences(complete, opened))
+    if differences:
+        lines = "\n".join(f"  {line}" for line in differences)
+        raise CaptureError(
+            f"these documents cannot be added to {store.location} as it was made:\n{lines}\n"
+            "Use the same teacher on the same kind of device. Nothing was changed."
+        )
+    extent = _extent_with(complete, wanted)
+    if extent is None:
+        manifest = begin_work(store, opened, lambda found: work_differences(found, opened))
+        return fill(replace(wanted.plan, manifest=manifest, finished=complete))
+    return _known(wanted, complete, extent)
+
+
+def _extent_with(complete: Manifest, wanted: Wanted) -> int | None:
+    """The extent that was made from these documents, as far as can be told without reading them."""
+    corpora = [extent.corpus or complete.corpus for extent in complete.extents]
+    identities = [corpus.get("identity") for corpus in corpora]
+    identity = wanted.manifest.corpus["identity"]
+    return identities.index(identity) if identity in identities else None
+
+
+def _known(wanted: Wanted, complete: Manifest, extent: int) -> Outcome:
+    if extent == 0:
+        raise CaptureError(
+            f"these are the documents that {wanted.store.location} was made from. Nothing was "
+            "appended."
+        )
+    write_tokenizer(wanted, complete)
+    if missing_shards(wanted.store, complete, extent):
+        plan: Plan = again(wanted, complete, extent)
+        return fill(plan)
+    note = "These documents are in the cache already; nothing was appended."
+    return Outcome(finished(wanted, complete), 0, (note,))
