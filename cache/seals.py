@@ -40,6 +40,8 @@ def seal_rows(
       In the order of `encoding.arrays()`; 0 for arrays that were not given.
     """
     seals = np.zeros((len(rows), len(encoding.arrays())), np.uint64)
+    if not len(rows):
+        return seals
     if len(identities) == 1:
         identities = [identities[0]] * len(rows)
     for column, name in enumerate(encoding.arrays()):

@@ -33,6 +33,7 @@ class InputSettings:
       seed: of the order, 0 … 2^32 - 1. Each epoch has another order.
       threads: that read. Two were fastest: each reads all arrays at once.
       ahead: batches that are read ahead. They are what the input holds in memory.
+      block: rows that stay together, in their order, when the order is drawn; see `_Blocks`.
     """
 
     reading: BatchSettings
@@ -41,9 +42,10 @@ class InputSettings:
     seed: int
     threads: int = 2
     ahead: int = 4
+    block: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch", "epochs", "threads", "ahead"):
+        for name in ("batch", "epochs", "threads", "ahead", "block"):
             if getattr(self, name) < 1:
                 raise StudentError(f"{name} should be at least 1, found {getattr(self, name)}.")
         if not 0 <= self.seed < 2**32:
@@ -200,9 +202,55 @@ def _order(
     rows: int, settings: InputSettings, host: int, hosts: int
 ) -> grain.MapDataset[np.ndarray]:
     """Per step, the places in the list of rows of this host's batch."""
-    epochs = grain.MapDataset.range(rows).seed(settings.seed).shuffle().repeat(settings.epochs)
+    if settings.block == 1:
+        epochs = _epochs(rows, settings)
+    else:
+        epochs = grain.MapDataset.source(_Blocks(rows, settings))
     dealt = _followed_by_padding(epochs, settings.batch)[host::hosts]
     return dealt.batch(settings.batch // hosts, batch_fn=_stack)
+
+
+def _epochs(count: int, settings: InputSettings) -> grain.MapDataset[Any]:
+    """0 … count - 1 in another order for each epoch, one epoch after the other."""
+    return grain.MapDataset.range(count).seed(settings.seed).shuffle().repeat(settings.epochs)
+
+
+class _Blocks:
+    """Places in the list of rows, epoch after epoch: blocks in random order, rows in theirs.
+
+    A block is a run of rows that follow one another in the list (the last one may be shorter).
+    Runs of rows lie in few files, so that a batch takes few requests; a batch of many blocks is
+    still a mixture of the whole corpus. A random-access source for Grain.
+    """
+
+    def __init__(self, rows: int, settings: InputSettings):
+        self._rows, self._block = rows, settings.block
+        self._count = -(-rows // settings.block)
+        self._epochs = settings.epochs
+        self._order = _epochs(self._count, settings)
+        self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def __len__(self) -> int:
+        return self._rows * self._epochs
+
+    def __getitem__(self, index: int) -> int:
+        epoch, place = divmod(int(index), self._rows)
+        blocks, ends = self._epoch(epoch)
+        turn = int(np.searchsorted(ends, place, side="right"))
+        start = int(ends[turn - 1]) if turn else 0
+        return int(blocks[turn]) * self._block + place - start
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks of an epoch in order, and the places where each ends."""
+        known = self._known.get(epoch)
+        if known is None:
+            first = epoch * self._count
+            blocks = np.array([self._order[first + turn] for turn in range(self._count)], np.int64)
+            sizes = np.minimum(self._block, self._rows - blocks * self._block)
+            known = blocks, np.cumsum(sizes)
+            # Readers ahead may be in the next epoch already; no more are needed.
+            self._known = {epoch: known, **{e: v for e, v in self._known.items() if e == epoch - 1}}
+        return known
 
 
 def _followed_by_padding(rows: grain.MapDataset[Any], batch: int) -> grain.MapDataset[Any]:

@@ -73,7 +73,9 @@ class Plan:
             # Renormalising needs no tail, and so does with any temperature.
             temperature=temperature if captured else None,
         )
-        return InputSettings(reading, options.batch, options.epochs, options.seed)
+        return InputSettings(
+            reading, options.batch, options.epochs, options.seed, block=options.shuffle_block
+        )
 
     def loss_settings(self, legal: Bool[np.ndarray, " rows"] | None) -> LossSettings:
         return LossSettings(self.objective, self.precision, legal, self.options.chunk)
@@ -218,8 +220,11 @@ def decides(plan: Plan) -> dict[str, Any]:
     # 1 and 1.0 are the same, and the command line gives the latter.
     real = "held_out alpha alpha_end learning_rate warmup final_learning_rate weight_decay clip"
     numbers = {name: getattr(options, name) for name in real.split()}
+    # Runs from before there were blocks go on.
+    block = {} if options.shuffle_block == 1 else {"shuffle_block": options.shuffle_block}
     return {
         "cache": {"identity": cache_identity(plan.cache)},
+        **block,
         **{name: getattr(options, name) for name in same.split()},
         "student": _student_place(options.student),
         **{name: None if value is None else float(value) for name, value in numbers.items()},

@@ -79,12 +79,13 @@ def _no_threads_left() -> bool:
     hosts=st.integers(1, 4),
     epochs=st.integers(1, 4),
     seed=st.integers(0, 2**32 - 1),
+    block=st.integers(1, 21),
 )
 def test_all_hosts_together_see_each_row_once_an_epoch(
-    opened: cache.Cache, rows: int, each: int, hosts: int, epochs: int, seed: int
+    opened: cache.Cache, rows: int, each: int, hosts: int, epochs: int, seed: int, block: int
 ) -> None:
     batch = each * hosts
-    how = _settings(batch=batch, epochs=epochs, seed=seed)
+    how = _settings(batch=batch, epochs=epochs, seed=seed, block=block)
     inputs = [TrainingInput(opened, _ROWS[:rows], how, h, hosts) for h in range(hosts)]
     steps = -(-epochs * rows // batch)
     assert {source.steps for source in inputs} == {steps}
@@ -110,6 +111,46 @@ def test_the_order_of_a_seed_never_changes(made) -> None:
         [[1, 2, 6, 7], [4, 8, 0, 7], [8, 1, 6, 2], [0, 4, -1, -1]],
         [[8, 7, 2, 4], [0, 6, 1, 2], [8, 6, 4, 7], [0, 1, -1, -1]],
     ]
+
+
+@pytest.mark.parametrize("block", [2, 3, 7, 20])
+def test_rows_of_a_block_stay_together_in_their_order(made, block: int) -> None:
+    orders = set()
+    for seed in range(3):
+        order = _order(_input(made, seed=seed, block=block))
+        whole = [row for taken in order for row in taken][: 3 * 20]
+        for epoch in range(3):
+            rows = whole[epoch * 20 : epoch * 20 + 20]
+            blocks = [_ROWS[start : start + block].tolist() for start in range(0, 20, block)]
+            turns = []
+            while rows:
+                (found,) = [each for each in blocks if each == rows[: len(each)]]
+                turns.append(blocks.index(found))
+                rows = rows[len(found) :]
+            assert sorted(turns) == list(range(len(blocks)))
+            orders.add(tuple(turns))
+    assert len(orders) > (1 if block < 20 else 0)
+
+
+def test_the_order_of_blocks_never_changes(made) -> None:
+    """Golden numbers, as above."""
+    settings = _settings(batch=4, epochs=2, seed=1, block=3)
+    assert _order(TrainingInput(made[1], _ROWS[:7], settings)) == [
+        [4, 6, 7, 0],
+        [1, 2, 8, 8],
+        [4, 6, 7, 0],
+        [1, 2, -1, -1],
+    ]
+
+
+def test_an_input_of_blocks_goes_on_where_it_stopped(made) -> None:
+    whole = list(_input(made, block=4))
+    source = _input(made, block=4)
+    first = _take(source, 4)
+    again = _input(made, block=4)
+    again.restore(source.state())
+    source.close()
+    assert _same(first + list(again), whole)
 
 
 def test_another_epoch_and_another_seed_is_another_order(made) -> None:
