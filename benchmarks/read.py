@@ -1,8 +1,8 @@
 """How fast a cache is read, beside other stores of the same rows; one process, warm page cache.
 
-    python benchmarks/read.py [rows open memory] [--quick] [--json FILE]
+    python benchmarks/read.py [rows loader open first memory remote] [--quick] [--json FILE]
 
-Takes about five minutes and 3 GB in the temporary folder. No teacher is needed: the cache is
+Takes about eight minutes and 3 GB in the temporary folder. No teacher is needed: the cache is
 synthetic, with values spread as a real one's.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import stores
 import synthetic
+import training_input
 from common import Finding, Goal, in_turn, main, ratio
 
 import cache
@@ -205,4 +206,12 @@ def memory(quick: bool, folder: Path) -> list[Finding]:
 
 
 if __name__ == "__main__":
-    main("read", {"rows": rows, "open": open_manifest, "memory": memory})
+    sections = {
+        "rows": rows,
+        "loader": training_input.loader,
+        "open": open_manifest,
+        "first": training_input.first,
+        "memory": memory,
+        "remote": training_input.remote,
+    }
+    main("read", sections)

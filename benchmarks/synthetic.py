@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+import cache
 from cache.encoding import encode_shard
+from cache.filling import finish, reopened
 from cache.format import MANIFEST, Encoding
 from cache.manifest import Extent, Manifest, ReceiptEntry
 from cache.shards import create_arrays, write_shard
@@ -35,6 +38,39 @@ def write_cache(location: Path, shards: int, encoding: Encoding = ENCODING) -> N
 
 def write_manifest_alone(location: Path, shards: int, encoding: Encoding = ENCODING) -> None:
     """Writes the manifest of a finished cache of many shards, and empty files in their place."""
+    location.mkdir(parents=True)
+    (location / MANIFEST).write_bytes(_made_up(shards, encoding).to_bytes())
+    folders = {location / "receipts": "{:06d}.json"}
+    for name, spec in encoding.stored_arrays().items():
+        folders[location / "arrays" / name] = "c.{}" + ".0" * len(spec.inner)
+    for folder, pattern in folders.items():
+        folder.mkdir(parents=True)
+        for shard in range(shards):
+            (folder / pattern.format(shard)).touch()
+
+
+def write_some_shards(
+    location: Path,
+    shards: int,
+    encoding: Encoding,
+    which: Callable[[cache.Cache], Iterable[int]],
+) -> None:
+    """Writes the manifest of a cache of many shards, and those that `which` names."""
+    store = Store(str(location))
+    finished = _made_up(shards, encoding)
+    store.write(MANIFEST, finished.to_bytes())
+    chosen = list(which(cache.open(location)))
+    opened = reopened(finished)
+    store.write(MANIFEST, opened.to_bytes())
+    create_arrays(store, encoding, finished.rows)
+    for shard in chosen:
+        arrays = encode_shard(*_shard(shard, encoding), encoding)
+        write_shard(store, opened, shard, finished.rows, arrays)
+    store.write(MANIFEST, finished.to_bytes())
+
+
+def _made_up(shards: int, encoding: Encoding) -> Manifest:
+    """The manifest of a finished cache of many shards; its receipts exist nowhere."""
     rows = shards * encoding.rows_per_shard
     # Of one row: only their number of rows has to be right.
     small = replace(encoding, rows_per_shard=1)
@@ -44,7 +80,7 @@ def write_manifest_alone(location: Path, shards: int, encoding: Encoding = ENCOD
         ReceiptEntry(random.bytes(32).hex(), (shard * 300, shard * 300 + 301))
         for shard in range(shards)
     )
-    finished = replace(
+    return replace(
         _manifest(encoding, documents=300 * shards + 2),
         state="complete",
         run="",
@@ -53,15 +89,6 @@ def write_manifest_alone(location: Path, shards: int, encoding: Encoding = ENCOD
         statistics=replace(statistics, rows=rows),
         bytes=dict.fromkeys(encoding.stored_arrays(), shards),
     )
-    location.mkdir(parents=True)
-    (location / MANIFEST).write_bytes(finished.to_bytes())
-    folders = {location / "receipts": "{:06d}.json"}
-    for name, spec in encoding.stored_arrays().items():
-        folders[location / "arrays" / name] = "c.{}" + ".0" * len(spec.inner)
-    for folder, pattern in folders.items():
-        folder.mkdir(parents=True)
-        for shard in range(shards):
-            (folder / pattern.format(shard)).touch()
 
 
 def _manifest(encoding: Encoding, documents: int) -> Manifest:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -27,6 +29,8 @@ class InspectOptions:
     """Show one shard: its receipt, rows, documents, timings and statistics."""
     temperature: float | None = None
     """With --position: the captured temperature of the probabilities; the lowest if unset."""
+    files: bool = True
+    """Look for missing files. Without, the summary of a finished cache reads one object alone."""
     json: bool = False
     """Print JSON."""
 
@@ -54,3 +58,98 @@ class VerifyOptions:
     """Remove the receipts of what is broken, so that the same precompute redoes exactly that."""
     json: bool = False
     """Print JSON."""
+
+
+@dataclass(frozen=True)
+class CopyOptions:
+    """Copies a cache to another storage, every byte checked. Goes on where it was stopped.
+
+    Example: stillroom copy cache s3://bucket/cache
+    """
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SRC")]
+    """The cache: a local path, gs://…, s3://… or http://…."""
+    destination: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DST")]
+    """Where the copy goes: a local path, gs://… or s3://…."""
+
+
+@dataclass(frozen=True)
+class DeriveOptions:
+    """Cuts, thins, rounds or joins finished caches into a new one, without the teacher.
+
+    What is not given stays as it is. Run the same command again after any interruption: it goes
+    on where it stopped, and a finished cache is left as it is.
+
+    Example: stillroom derive cache smaller --k 16 --sample 0.1
+    """
+
+    places: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SRC [SRC …] OUT")
+    ]
+    """The caches to derive from, several are joined; and, last, where the new one goes."""
+
+    k: int | None = None
+    """Entries per position, fewer than there are."""
+    exact: int | None = None
+    """With a sampled tail and a smaller --k: at least so many entries stay exact. If unset, as
+    many as are sure to be exact, at most half of --k."""
+    tail: Literal["keep", "drop"] = "keep"
+    """drop: only the exact entries, as `precompute --tail none` captures them; their number, --k,
+    is by default that which every position is sure to have."""
+    temperatures: tuple[float, ...] | None = None
+    """Temperatures to keep, of those that were captured."""
+    logprobs: Literal["rounded", "float16", "float32"] | None = None
+    """How log-probs are stored: as they are or coarser."""
+    mantissa_bits: int | None = None
+    """Kept by `rounded`: as many as there are or fewer."""
+    rows: Annotated[str | None, tyro.conf.arg(metavar="FIRST:END")] = None
+    """Only the rows FIRST to END - 1, numbered through all sources."""
+    sample: float | None = None
+    """Only a random share of the rows (below 1), or so many rows at most. Rows that share
+    documents stay together."""
+    seed: int = 0
+    """Of --sample, and of the entries that a smaller --k keeps of a sampled tail."""
+    rows_per_shard: int | None = None
+    """The unit of work, of retry and of checking: one file per array."""
+
+    def __post_init__(self) -> None:
+        def demand(holds: bool, name: str, expected: str) -> None:
+            if not holds:
+                option = name.replace("_", "-")
+                raise CacheError(f"--{option} should be {expected}, found {getattr(self, name)!r}.")
+
+        if len(self.places) < 2 or not all(place.strip() for place in self.places):
+            raise CacheError(
+                "derive needs at least one cache to derive from, and the place of the new one: "
+                "stillroom derive SRC OUT."
+            )
+        for name in ("k", "exact", "rows_per_shard"):
+            value = getattr(self, name)
+            demand(value is None or value >= 1, name, "at least 1")
+        demand(
+            self.mantissa_bits is None or 1 <= self.mantissa_bits <= 10,
+            "mantissa_bits",
+            "between 1 and 10",
+        )
+        demand(0 <= self.seed < 2**32, "seed", "between 0 and 2^32 - 1")
+        demand(
+            self.rows is None or re.fullmatch(r"[0-9]{0,18}:[0-9]{0,18}", self.rows) is not None,
+            "rows",
+            "two row numbers, such as 0:1000",
+        )
+        sample = self.sample
+        demand(
+            sample is None
+            or 0 < sample < 1
+            or (math.isfinite(sample) and sample >= 1 and sample == int(sample)),
+            "sample",
+            "a share below 1, or a whole number of rows",
+        )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.places[:-1]
+
+    @property
+    def out(self) -> str:
+        return self.places[-1]

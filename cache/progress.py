@@ -13,9 +13,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 # Seconds between counts, and between lines where there is no terminal to draw on.
 _COUNT, _LOG = 0.5, 10.0
+# Counting takes at most one in so many seconds.
+_SHARE = 50
 
 
-def describe(done: int, total: int, since: tuple[int, float], now: float, tokens: float) -> str:
+def describe(
+    done: int,
+    total: int,
+    since: tuple[int, float],
+    now: float,
+    tokens: float,
+    unit: tuple[int, str] = (1, ""),
+) -> str:
     """Rate and time left.
 
     Args:
@@ -24,12 +33,14 @@ def describe(done: int, total: int, since: tuple[int, float], now: float, tokens
         done in this run, so that loading and compiling are no part of it.
       now: the time, seconds.
       tokens: mean tokens of an element, or 0 when that is no measure of the work.
+      unit: elements in what the rate counts, and the name of that.
     """
     fresh, seconds = done - since[0], now - since[1]
     if fresh <= 0 or seconds <= 0:
         return "measuring the rate"
     rate = fresh / seconds
-    speed = f"{rate * tokens:,.0f} tokens/s" if tokens else f"{rate:,.1f}/s"
+    counted = f"{rate / unit[0]:,.1f} {unit[1]}".rstrip()
+    speed = f"{rate * tokens:,.0f} tokens/s" if tokens else f"{counted}/s"
     return f"{speed}, {clock((total - done) / rate)} left"
 
 
@@ -119,8 +130,12 @@ def watch(
         line.show(done, describe(done, total, start if last else since, now, tokens), last)
 
     def loop() -> None:
-        while not stop.wait(_COUNT):
+        pause = _COUNT
+        while not stop.wait(pause):
+            began = time.monotonic()
             report()
+            # Counting lists a folder, which takes long on object storage.
+            pause = max(_COUNT, _SHARE * (time.monotonic() - began))
 
     thread = threading.Thread(target=loop, name="progress", daemon=True)
     with line:
@@ -134,10 +149,11 @@ def watch(
 
 
 @contextmanager
-def counted(title: str) -> Iterator[Callable[[int, int], None]]:
+def counted(title: str, unit: tuple[int, str] = (1, "")) -> Iterator[Callable[[int, int], None]]:
     """A function to be called with (elements done, in all), which shows them on standard error.
 
-    Where there is no terminal, work that takes less than 10 s shows nothing.
+    Where there is no terminal, work that takes less than 10 s shows nothing. `unit`: elements in
+    what is shown, and the name of that, such as (1_000_000, "MB").
     """
     with ExitStack() as stack:
         line: Line | None = None
@@ -147,8 +163,8 @@ def counted(title: str) -> Iterator[Callable[[int, int], None]]:
             nonlocal line, since
             now = time.monotonic()
             if line is None:
-                line = stack.enter_context(Line(title, done, total))
+                line = stack.enter_context(Line(title, done // unit[0], total // unit[0]))
                 since = (done, now)
-            line.show(done, describe(done, total, since, now, 0.0))
+            line.show(done // unit[0], describe(done, total, since, now, 0.0, unit))
 
         yield report

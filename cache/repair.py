@@ -94,7 +94,7 @@ def stray_objects(store: Store, manifest: Manifest) -> list[str]:
     Unfinished writes, and shards and receipts beyond the last; arrays that we do not know are
     left alone, and so is the log of the runs. While work is under way, there are none.
     """
-    if manifest.state == "open" or store.read(WORK) is not None:
+    if manifest.state == "open" or not store.lists or store.read(WORK) is not None:
         return []
     strays = store.unfinished_writes()
     for name in store.list(RECEIPTS):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from cache.provenance import DERIVED
 from cache.verify import Report
 
 # Numbers of shards, and findings, that are listed in full.
@@ -76,11 +77,10 @@ def _summary(view: dict[str, Any]) -> str:
             + (f", at least {view['capture'].get('exact')} exact" if tail != "all exact" else "")
             + f", log-probs {rounding}",
         ),
+        *_derived(view),
         (
             "shards",
-            f"{shards['done']:,} of {total} done, {len(shards['missing']):,} missing, "
-            f"{len(shards['damaged']):,} files damaged; "
-            f"{encoding['rows_per_shard']:,} rows each",
+            f"{_present(shards, total)}; {encoding['rows_per_shard']:,} rows each",
         ),
     ]
     if "rows" in view:
@@ -109,12 +109,46 @@ def _summary(view: dict[str, Any]) -> str:
     lines = _table(rows)
     if shards["missing"]:
         lines.append(f"missing: shards {_numbers(shards['missing'])}")
-    lines += [f"damaged: {item}" for item in shards["damaged"][:_LISTED]]
+    lines += [f"damaged: {item}" for item in (shards["damaged"] or ())[:_LISTED]]
     if view["state"] != "open" and (shards["missing"] or shards["damaged"]):
         lines.append("broken: `stillroom verify` tells all that is wrong and how to repair it")
     if view["state"] == "open":
-        lines.append("not finished: run the same `stillroom precompute` again")
+        command = "derive" if DERIVED in view["capture"] else "precompute"
+        lines.append(f"not finished: run the same `stillroom {command}` again")
     return "\n".join(lines)
+
+
+def _present(shards: dict[str, Any], total: str) -> str:
+    if shards["missing"] is None:
+        return f"{total}; whether all files are there was not looked at"
+    return (
+        f"{shards['done']:,} of {total} done, {len(shards['missing']):,} missing, "
+        f"{len(shards['damaged']):,} files damaged"
+    )
+
+
+def _derived(view: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a derived cache is from, and what was done."""
+    derived = view["capture"].get(DERIVED)
+    if derived is None:
+        return []
+    before, encoding = derived["sources"][0], view["encoding"]
+    done = [
+        f"{name} {before[key]} -> {encoding[key]}"
+        for name, key in (("k", "k"), ("tail", "tail"), ("log-probs", "logprobs"))
+        if before[key] != encoding[key]
+    ]
+    bits = before["mantissa_bits"]
+    if before["logprobs"] == "rounded" and bits != encoding["mantissa_bits"]:
+        done.append(f"mantissa bits {bits} -> {encoding['mantissa_bits']}")
+    if derived["rows"] is not None:
+        done.append(f"rows {derived['rows'][0]}:{derived['rows'][1]}")
+    done += [f"{name} {derived[name]:g}" for name in ("sample", "seed") if name in derived]
+    caches = " + ".join(
+        f"{source['manifest_sha256'][:12]} ({source['rows']:,} rows)"
+        for source in derived["sources"]
+    )
+    return [("derived", ", ".join([f"from {caches}", *done]))]
 
 
 def _statistics(view: dict[str, Any]) -> list[tuple[str, str]]:
@@ -160,8 +194,11 @@ def _shard(view: dict[str, Any]) -> str:
             (
                 "made",
                 f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(event['time']))} UTC, "
-                f"scoring {event.get('scoring_seconds', 0):.1f} s, "
-                f"writing {event.get('writing_seconds', 0):.1f} s",
+                + ", ".join(
+                    f"{name.removesuffix('_seconds')} {value:.1f} s"
+                    for name, value in event.items()
+                    if name.endswith("_seconds")
+                ),
             )
             for event in view["timings"]
         ),

@@ -94,6 +94,11 @@ class Store:
         return {"driver": "file", "path": f"{self.local}/{suffix}"}
 
     @property
+    def lists(self) -> bool:
+        """Whether objects can be listed there; a web server cannot."""
+        return not self.location.startswith(("http://", "https://"))
+
+    @property
     def kvstore(self) -> Any:
         if self._kvstore is None:
             try:

@@ -37,15 +37,21 @@ def inspect(options: InspectOptions) -> dict[str, Any]:
     if options.shard is not None:
         return shard_view(options.cache, options.shard)
     if options.row is None:
-        return summary(options.cache)
+        return summary(options.cache, files=options.files)
     cache = open_cache(options.cache)
     if options.position is None:
         return row_view(cache, options.row)
     return position_view(cache, options.row, options.position, options.temperature)
 
 
-def summary(location: str) -> dict[str, Any]:
-    """The summary of a cache, finished or not, from its manifest and a look at what is there."""
+def summary(location: str, files: bool = True) -> dict[str, Any]:
+    """The summary of a cache, finished or not, from its manifest and a look at what is there.
+
+    Args:
+      location: the cache.
+      files: list its files, to see what is missing. Without, a finished cache of any size is
+        summarised from one object.
+    """
     store = Store(location)
     manifest, _ = read_manifest(store)
     encoding = manifest.encoding
@@ -65,7 +71,7 @@ def summary(location: str) -> dict[str, Any]:
         },
         "encoding": encoding.to_json(),
         "capture": manifest.capture,
-        "shards": _shards(store, manifest),
+        "shards": _shards(store, manifest, files),
     }
     if manifest.state == "complete" and manifest.statistics is not None:
         cells = manifest.rows * encoding.length
@@ -118,8 +124,10 @@ def _bytes(manifest: Manifest, statistics: Statistics) -> dict[str, Any]:
     }
 
 
-def _shards(store: Store, manifest: Manifest) -> dict[str, Any]:
-    """Shards done, missing and damaged, by a listing of receipts and files."""
+def _shards(store: Store, manifest: Manifest, listed: bool) -> dict[str, Any]:
+    """Shards done, missing and damaged, by a listing of receipts and files if there is one."""
+    if manifest.state == "complete" and not (listed and store.lists):
+        return {"total": manifest.shards, "done": None, "missing": None, "damaged": None}
     receipts = finished_shards(store)
     if manifest.state == "open":
         total = _planned_shards(store, manifest)
