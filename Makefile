@@ -37,6 +37,7 @@ benchmark: $(VENV)/.dev $(VENV)/.teacher
 	$(BIN)/python benchmarks/read.py
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/fidelity.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -22,14 +22,20 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from cache.copying import Copied, copy
+    from cache.derive import Derived, derive
     from cache.errors import CacheError, DamageError
-    from cache.options import InspectOptions, VerifyOptions
+    from cache.options import CopyOptions, DeriveOptions, InspectOptions, VerifyOptions
     from cache.reader import Cache, open
     from cache.summary import inspect
     from cache.verify import Report, verify
     from decoder.errors import DecoderError
+    from pipelines.append import append
+    from pipelines.audit import Audit, AuditOptions, audit
+    from pipelines.compare import Comparison, compare
+    from pipelines.compare_options import CompareOptions
     from pipelines.errors import PipelineError
-    from pipelines.options import PrecomputeOptions
+    from pipelines.options import AppendOptions, PrecomputeOptions
     from pipelines.precompute import Outcome, precompute
     from student.errors import StudentError
     from student.evaluation import Evaluation
@@ -40,10 +46,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AppendOptions": "pipelines.options",
+    "Audit": "pipelines.audit",
+    "AuditOptions": "pipelines.audit",
     "Cache": "cache.reader",
     "CacheError": "cache.errors",
+    "Copied": "cache.copying",
+    "CopyOptions": "cache.options",
+    "CompareOptions": "pipelines.compare_options",
+    "Comparison": "pipelines.compare",
     "DamageError": "cache.errors",
     "DecoderError": "decoder.errors",
+    "DeriveOptions": "cache.options",
+    "Derived": "cache.derive",
     "EvaluateOptions": "student.options",
     "Evaluation": "student.evaluation",
     "ExportOptions": "student.options",
@@ -56,6 +71,11 @@ _HOMES = {
     "TrainOptions": "student.options",
     "Trained": "student.train",
     "VerifyOptions": "cache.options",
+    "append": "pipelines.append",
+    "audit": "pipelines.audit",
+    "compare": "pipelines.compare",
+    "copy": "cache.copying",
+    "derive": "cache.derive",
     "evaluate": "student.trained",
     "export": "student.trained",
     "inspect": "cache.summary",
@@ -66,10 +86,19 @@ _HOMES = {
 }
 
 __all__ = [
+    "AppendOptions",
+    "Audit",
+    "AuditOptions",
     "Cache",
     "CacheError",
+    "CompareOptions",
+    "Comparison",
+    "Copied",
+    "CopyOptions",
     "DamageError",
     "DecoderError",
+    "DeriveOptions",
+    "Derived",
     "EvaluateOptions",
     "Evaluation",
     "ExportOptions",
@@ -82,6 +111,11 @@ __all__ = [
     "TrainOptions",
     "Trained",
     "VerifyOptions",
+    "append",
+    "audit",
+    "compare",
+    "copy",
+    "derive",
     "evaluate",
     "export",
     "inspect",
@@ -111,6 +145,9 @@ Run a teacher over a corpus once, keep what students need of it, train any numbe
   precompute   run a teacher over a corpus into a cache; resumes
   inspect      look into a cache: summary, a shard, a row, a position
   verify       check a cache: quickly, or every byte
+  derive       cut, thin, round or join caches into a new one; resumes
+  copy         copy a cache to another storage; resumes
+  compare      compare capture settings: bytes per token, and what they lose
   train        train a student from a cache; resumes
   evaluate     measure a trained student on rows that it never saw
   export       write a trained student as a Hugging Face folder
@@ -175,17 +212,45 @@ def _precompute(words: list[str]) -> int:
     from pipelines.options import PrecomputeOptions, config_words
 
     options = _parse(PrecomputeOptions, "precompute", config_words(words))
-    from cache.show import render
-    from cache.summary import summary
     from pipelines.precompute import precompute
 
-    outcome = precompute(options)
+    return _print_capture(precompute(options))
+
+
+def _append(words: list[str]) -> int:
+    import logging
+
+    logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
+    from pipelines.options import AppendOptions
+
+    options = _parse(AppendOptions, "append", words)
+    from pipelines.append import append
+
+    return _print_capture(append(options))
+
+
+def _print_capture(outcome: Any) -> int:
+    from cache.show import render
+    from cache.summary import summary
+
     done = f"scored {outcome.scored} shards" if outcome.scored else "already complete"
     print(f"{outcome.cache.location}: {done}")
     for note in outcome.notes:
         print(note)
     print(render(summary(outcome.cache.location)))
     return 0
+
+
+def _audit(words: list[str]) -> int:
+    from pipelines.audit import AuditOptions, audit, render
+
+    options = _parse(AuditOptions, "audit", words)
+    from cache.progress import counted
+
+    with counted("Scoring again") as progress:
+        found = audit(options, progress)
+    print(json.dumps(found.to_json(), indent=1) if options.json else render(found))
+    return 0 if found.sound else 1
 
 
 def _inspect(words: list[str]) -> int:
@@ -215,6 +280,59 @@ def _verify(words: list[str]) -> int:
     else:
         print(render_report(report))
     return 0 if report.sound else 1
+
+
+def _compare(words: list[str]) -> int:
+    from pipelines.compare_options import CompareOptions
+
+    options = _parse(CompareOptions, "compare", words)
+    from pipelines.compare import compare, recommend
+    from pipelines.compare_show import check_plot, draw, render, render_recommendation, to_json
+
+    if options.plot is not None:
+        check_plot(options.plot)
+    found = compare(options)
+    best = None
+    if options.budget is not None:
+        best = recommend(found.measured, options.budget, found.batch)
+    if options.plot is not None:
+        draw(found, options.plot)
+    if options.json:
+        print(json.dumps(to_json(found, best), indent=1, allow_nan=False))
+    else:
+        print(render(found, options.renormalise))
+        if best is not None:
+            print(f"\n{render_recommendation(best, found.batch)}")
+    return 1 if best is not None and best.step is None else 0
+
+
+def _derive(words: list[str]) -> int:
+    from cache.derive import derive
+    from cache.options import DeriveOptions
+    from cache.show import render
+    from cache.summary import summary
+
+    derived = derive(_parse(DeriveOptions, "derive", words))
+    done = f"made {derived.made} shards" if derived.made else "already complete"
+    print(f"{derived.cache.location}: {done}")
+    print(render(summary(derived.cache.location)))
+    return 0
+
+
+def _copy(words: list[str]) -> int:
+    from cache.copying import copy
+    from cache.options import CopyOptions
+    from cache.progress import counted
+
+    options = _parse(CopyOptions, "copy", words)
+    with counted("Copying", (1_000_000, "MB")) as progress:
+        copied = copy(options.source, options.destination, progress=progress)
+    present = f", {copied.present} were there already" if copied.present else ""
+    print(
+        f"{copied.location}: copied {copied.shards - copied.present} of {copied.shards} shards "
+        f"({copied.bytes / 1e6:,.1f} MB){present}"
+    )
+    return 0
 
 
 def _train(words: list[str]) -> int:
@@ -286,8 +404,13 @@ def _parse(options: type[_Options], command: str, words: list[str]) -> _Options:
 
 _COMMANDS = {
     "precompute": _precompute,
+    "append": _append,
+    "audit": _audit,
     "inspect": _inspect,
     "verify": _verify,
+    "derive": _derive,
+    "copy": _copy,
+    "compare": _compare,
     "train": _train,
     "evaluate": _evaluate,
     "export": _export,

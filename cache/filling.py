@@ -41,7 +41,7 @@ def check_place(store: Store, error: type[ValueError] = CacheError) -> None:
         raise error(f"{place} is a file. A cache is a folder; choose another path.")
     # A write that was killed leaves its lock behind, perhaps that of the very first object.
     names = sorted(path.name for path in place.iterdir() if "__lock" not in path.name)
-    if names and MANIFEST not in names:
+    if names and MANIFEST not in names and BACKUP not in names:
         raise error(
             f"{place} is not a cache and not empty: it holds {', '.join(names[:5])}. "
             "Choose another path."
@@ -69,9 +69,15 @@ def begin_fill(
       error: the cache there was made otherwise, or another run has just begun; nothing was
         changed.
     """
-    if store.read(MANIFEST) is None and store.create(MANIFEST, wanted.to_bytes()):
-        store.write(BACKUP, wanted.to_bytes())
-        return wanted
+    if store.read(MANIFEST) is None:
+        if store.read(BACKUP) is not None:
+            raise error(
+                f"the cache {store.location} lost its {MANIFEST}. `stillroom verify "
+                f"{store.location} --repair` restores it; then run this command again."
+            )
+        if store.create(MANIFEST, wanted.to_bytes()):
+            store.write(BACKUP, wanted.to_bytes())
+            return wanted
     found, generation = read_manifest(store)
     lines = differences(found)
     if lines:
@@ -186,8 +192,10 @@ def finish(
       TakenOverError: another run has taken over.
       CacheError: a receipt is missing, or the manifest was changed meanwhile.
     """
-    check_run(store, filled.run)
+    # In this order: a run that takes over after the first line is seen by the second, or by the
+    # generation.
     found, generation = read_manifest(store)
+    check_run(store, filled.run)
     before = found.extents if found.state == "complete" else ()
     where = {extent.first_shard: place for place, extent in enumerate(before)}
     first = filled.first_shard == 0
@@ -227,11 +235,30 @@ def finish(
 def settle(store: Store, complete: Manifest) -> None:
     """What follows from a complete manifest: its backup, the arrays' sizes, no work left."""
     data = complete.to_bytes()
-    if store.read(BACKUP) != data:
+    backup = store.read(BACKUP)
+    if backup != data and not _disputed(store, backup, complete):
         store.write(BACKUP, data)
     create_arrays(store, complete.encoding, complete.stored_rows)
     if store.read(WORK) is not None:
         store.delete(WORK)
+
+
+def contradicts(backup: Manifest, complete: Manifest) -> bool:
+    """Whether a backup says other things of the same shards: no writer leaves such a pair."""
+    return (
+        backup.state == "complete"
+        and backup != complete
+        and (backup.extents, backup.receipts) == (complete.extents, complete.receipts)
+    )
+
+
+def _disputed(store: Store, backup: bytes | None, complete: Manifest) -> bool:
+    try:
+        found = Manifest.from_bytes(backup or b"", store.location, BACKUP)
+    except CacheError:
+        # No backup of anything: it is written anew.
+        return False
+    return contradicts(found, complete)
 
 
 def completed(

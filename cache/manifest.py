@@ -20,6 +20,7 @@ from typing import Any, Literal
 from cache.errors import CacheError, Damage, DamageError
 from cache.format import ARRAYS, BACKUP, FORMAT, MANIFEST, RECEIPTS, VERSION, Encoding
 from cache.jsonfields import Fields, as_span, digest, parse_object
+from cache.provenance import DERIVED, check_derived
 from cache.statistics import Statistics
 from cache.storage import Store
 
@@ -118,6 +119,7 @@ class Manifest:
         files = self.tokenizer.get("files", {})
         if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
             raise CacheError("manifest: the tokenizer's files should be names and digests")
+        check_derived(self.capture)
         if self.state == "open":
             if not self.run:
                 raise CacheError("manifest: an open cache should name its run")
@@ -196,9 +198,8 @@ class Manifest:
 
         The encoding's, and that of caches of finer rounding that it was derived from.
         """
-        derived = self.capture.get("derived")
-        stated = derived.get("relative_error") if isinstance(derived, dict) else None
-        return stated if isinstance(stated, float) else self.encoding.relative_error
+        stated = self.capture.get(DERIVED, {}).get("relative_error")
+        return self.encoding.relative_error if stated is None else float(stated)
 
     def _identity(self, corpus: dict[str, Any]) -> str:
         return digest(

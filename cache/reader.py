@@ -14,7 +14,9 @@ from tokenizers import Tokenizer
 from cache import encoding as _encoding
 from cache.errors import CacheError, Damage, DamageError
 from cache.format import ARRAYS, RECEIPTS, SEALS, TOKENIZER, ArraySpec, Encoding
+from cache.local_copy import LocalCopy
 from cache.manifest import Manifest, read_manifest
+from cache.provenance import DERIVED
 from cache.seals import broken_seals
 from cache.storage import StorageError, Store
 
@@ -24,11 +26,15 @@ REPAIR = (
 )
 
 
-def open(location: str | os.PathLike[str]) -> Cache:
+def open(
+    location: str | os.PathLike[str], *, local_copy: str | os.PathLike[str] | None = None
+) -> Cache:
     """Opens a finished cache for reading. Reads one object, the manifest.
 
     Args:
       location: a local path, or a gs://, s3:// or http:// address.
+      local_copy: a local folder for whole files of shards, fetched when first touched and read
+        there from then on (local_copy.py). Several caches and processes may share it.
 
     Raises:
       CacheError: there is no cache, it is of a newer version, or its capture is not finished.
@@ -36,12 +42,14 @@ def open(location: str | os.PathLike[str]) -> Cache:
     store = Store(location)
     manifest, _ = read_manifest(store)
     if manifest.state != "complete":
-        done = len(store.list(RECEIPTS))
+        done = len(store.list(RECEIPTS)) if store.lists else "some"
+        command = "derive" if DERIVED in manifest.capture else "precompute"
         raise CacheError(
             f"the capture into {store.location} is not finished ({done} shards done). "
-            "Run the same `stillroom precompute` again: it goes on where it stopped."
+            f"Run the same `stillroom {command}` again: it goes on where it stopped."
         )
-    return Cache(store, manifest)
+    copy = None if local_copy is None else LocalCopy(store, local_copy, manifest)
+    return Cache(store, manifest, copy)
 
 
 class Cache:
@@ -53,18 +61,20 @@ class Cache:
       manifest: what the cache is.
     """
 
-    def __init__(self, store: Store, manifest: Manifest):
+    def __init__(self, store: Store, manifest: Manifest, copy: LocalCopy | None = None):
         self._store = store
+        self._copy = copy
         self.manifest = manifest
         self._specs = manifest.encoding.arrays()
         self._identities = manifest.identities()
-        self._arrays: dict[str, Any] = {}
+        # Opened arrays, by place and name.
+        self._arrays: dict[tuple[str, str], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"store": self._store, "manifest": self.manifest}
+        return {"store": self._store, "manifest": self.manifest, "copy": self._copy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["store"], state["manifest"])
+        self.__init__(state["store"], state["manifest"], state["copy"])
 
     def __len__(self) -> int:
         return self.manifest.rows
@@ -121,18 +131,55 @@ class Cache:
         for name in names:
             if name not in self._specs:
                 raise CacheError(f"no field {name!r}; the cache has {', '.join(self._specs)}")
-        sealed = (SEALS,) if self.encoding.sealed and names else ()
-        futures = [(name, self._array(name)[stored].read()) for name in (*names, *sealed)]
+        if self.encoding.sealed and names:
+            names = (*names, SEALS)
+        if self._copy is None:
+            return self._read(self._store, names, stored)
+        try:
+            self._fetch(self._copy, names, stored)
+            return self._read(self._copy.store, names, stored)
+        except DamageError as error:
+            # Of the copy, or of the cache itself, which is read now and says so.
+            self._copy.renew(
+                (item.array, item.shard)
+                for item in error.damage
+                if item.array is not None and item.shard is not None
+            )
+            # What is open remembers what it has read.
+            self._arrays = {}
+            return self._read(self._store, names, stored)
+
+    def _read(
+        self, store: Store, names: Sequence[str], stored: Integer[np.ndarray, "batch"]
+    ) -> dict[str, np.ndarray]:
+        futures = [(name, self._array(store, name)[stored].read()) for name in names]
         values = {}
         for name, future in futures:
             try:
                 values[name] = future.result()
             except ValueError as error:
-                raise self._damage(name, stored, error) from error
-        if sealed:
+                raise self._damage(store, name, stored, error) from error
+        if SEALS in values:
             self._check_seals(values, stored)
             del values[SEALS]
         return values
+
+    def _fetch(
+        self, copy: LocalCopy, names: Sequence[str], stored: Integer[np.ndarray, "batch"]
+    ) -> None:
+        """Fetches the files that some rows are in, where they are not there yet.
+
+        Raises:
+          DamageError: the cache does not have them.
+        """
+        shards = np.unique(stored // self.encoding.rows_per_shard).tolist()
+        missing = copy.fetch(names, shards)
+        if missing:
+            found = [
+                self._damage_in(shard, name, f"{ARRAYS}/{name} has no file of this shard")
+                for name, shard in missing
+            ]
+            raise DamageError(found, REPAIR)
 
     def weights(
         self, arrays: dict[str, np.ndarray], temperature: float | None = None
@@ -208,12 +255,14 @@ class Cache:
         firsts = np.array([extent.first_shard for extent in extents])
         return rows - starts[index] + firsts[index] * self.encoding.rows_per_shard
 
-    def _array(self, name: str) -> Any:
-        if name not in self._arrays:
+    def _array(self, store: Store, name: str) -> Any:
+        key = (store.location, name)
+        array = self._arrays.get(key)
+        if array is None:
             spec: ArraySpec = self.encoding.stored_arrays()[name]
             metadata = spec.zarr(self.manifest.stored_rows, self.encoding.rows_per_shard)
-            self._arrays[name] = self._store.open_array(f"{ARRAYS}/{name}", metadata)
-        return self._arrays[name]
+            array = self._arrays[key] = store.open_array(f"{ARRAYS}/{name}", metadata)
+        return array
 
     def _check_seals(
         self, values: dict[str, np.ndarray], stored: Integer[np.ndarray, "batch"]
@@ -246,10 +295,14 @@ class Cache:
         )
 
     def _damage(
-        self, name: str, stored: Integer[np.ndarray, "batch"], error: ValueError
+        self, store: Store, name: str, stored: Integer[np.ndarray, "batch"], error: ValueError
     ) -> CacheError:
         """Finds which of the shards that a failed read touched are broken."""
-        array = self._array(name)
+        key = f"{ARRAYS}/{name}"
+        failed = store.failed_to_read(key, error)
+        if failed is not None:
+            return failed
+        array = self._array(store, name)
         per_shard = self.encoding.rows_per_shard
         found = []
         for shard in np.unique(stored // per_shard).tolist():
@@ -257,6 +310,9 @@ class Cache:
             try:
                 array[inside].read().result()
             except ValueError as reason:
+                failed = store.failed_to_read(key, reason)
+                if failed is not None:
+                    return failed
                 found.append(self._damage_in(shard, name, str(reason)))
         if not found:
             return StorageError(f"reading {name} from {self.location} failed once: {error}")

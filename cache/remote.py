@@ -164,11 +164,13 @@ def explain(location: str, reason: str) -> tuple[str, str]:
     if status and text.endswith("Unknown"):
         # What asks only whether an object is there gets no more than a status.
         text = f"{text}, HTTP status {status[1]}"
-    server = "the server" if not location.startswith("s3://") else _endpoint() or "AWS"
+    endpoint = re.sub("//[^/]*@", "//", _endpoint())
+    server = "the server" if not location.startswith("s3://") else endpoint or "AWS"
     region = _region() or "the one that was asked"
     for pattern, advice in _ADVICE:
         if re.search(pattern, text):
-            return text, advice.format(server=server, region=region)
+            said = advice.format(server=server, region=region)
+            return text, re.sub("^the ", "The ", said)
     return text, "Check the place and the connection, then run the same command again."
 
 

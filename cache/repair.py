@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from cache.errors import CacheError, Damage
-from cache.filling import completed, new_run
+from cache.filling import completed, contradicts, new_run
 from cache.format import ARRAYS, BACKUP, MANIFEST, RECEIPTS, WORK, receipt_key
 from cache.manifest import Manifest, read_manifest
+from cache.receipt import Receipt
 from cache.shards import array_chunk_key, array_objects
 from cache.soundness import check_receipts
+from cache.statistics import combine
 from cache.storage import Store
+
+SUMS = Damage("the manifest's statistics are not the sum of the receipts'")
 
 
 @dataclass(frozen=True)
@@ -30,18 +34,20 @@ class FoundManifest:
       generation: of the object manifest.json, for `Store.replace`.
       restored: whether it is the backup's.
       damage: what is wrong with either.
+      disputed: whether the backup says otherwise and nothing tells which of them is right.
     """
 
     manifest: Manifest
     generation: bytes
     restored: bool
     damage: tuple[Damage, ...]
+    disputed: bool = False
 
 
 def find_manifest(store: Store) -> FoundManifest:
     """The manifest of a cache, from its backup where it is missing or not what it should be.
 
-    Where both are whole and differ, the one that fits more of the receipts is right.
+    Where both are whole and differ, the one that more receipts fit is right.
 
     Raises:
       CacheError: there is neither.
@@ -55,15 +61,25 @@ def find_manifest(store: Store) -> FoundManifest:
             raise
         state = "is missing" if data is None else f"cannot be used: {_first_line(error)}"
         return FoundManifest(backup, generation, True, (Damage(f"{MANIFEST} {state}"),))
-    if manifest.state == "open" or backup == manifest:
+    finished_before = backup is not None and backup.state == "complete"
+    if backup == manifest or (manifest.state == "open" and not finished_before):
         return FoundManifest(manifest, generation, False, ())
     if backup is None:
         damage = Damage(f"{BACKUP} is missing or damaged")
-    elif backup.state == "complete" and _misfits(store, backup) < _misfits(store, manifest):
+        return FoundManifest(manifest, generation, False, (damage,))
+    fits = _fitting(store, manifest)
+    others = _fitting(store, backup) if finished_before else (0, False)
+    if others > fits:
         damage = Damage(f"{MANIFEST} was changed: the receipts fit {BACKUP} and not it")
         return FoundManifest(backup, generation, True, (damage,))
-    else:
-        damage = Damage(f"{BACKUP} is not the backup of {MANIFEST}")
+    if others == fits and contradicts(backup, manifest):
+        names = ", ".join(_fields_that_differ(manifest, backup))
+        damage = Damage(
+            f"{MANIFEST} and {BACKUP} do not say the same of {names}, and both fit the receipts: "
+            "one was edited. Delete that one, then --repair makes it anew from the other"
+        )
+        return FoundManifest(manifest, generation, False, (damage,), disputed=True)
+    damage = Damage(f"{BACKUP} is not the backup of {MANIFEST}")
     return FoundManifest(manifest, generation, False, (damage,))
 
 
@@ -78,9 +94,30 @@ def _backup(store: Store) -> Manifest | None:
         return None
 
 
-def _misfits(store: Store, manifest: Manifest) -> int:
+def _fitting(store: Store, manifest: Manifest) -> tuple[int, bool]:
+    """How many receipts fit a manifest, and whether its sums are theirs."""
     shards = range(manifest.shards)
-    return len(check_receipts(store, manifest, shards, manifest.stored_rows)[1])
+    receipts, _ = check_receipts(store, manifest, shards, manifest.stored_rows)
+    whole = len(receipts) == manifest.shards
+    return len(receipts), whole and sums_agree(manifest, list(receipts.values()))
+
+
+def sums_agree(manifest: Manifest, receipts: Sequence[Receipt]) -> bool:
+    """Whether a complete manifest's statistics and sizes are the sums over its receipts."""
+    names = manifest.encoding.stored_arrays()
+    statistics = [receipt.statistics for receipt in receipts]
+    total = combine(statistics, len(manifest.encoding.temperatures))
+    sizes = {name: sum(receipt.arrays[name].bytes for receipt in receipts) for name in names}
+    stated = {name: manifest.bytes.get(name) for name in names}
+    return (total, sizes) == (manifest.statistics, stated)
+
+
+def _fields_that_differ(one: Manifest, other: Manifest) -> list[str]:
+    return [
+        item.name
+        for item in fields(Manifest)
+        if getattr(one, item.name) != getattr(other, item.name)
+    ]
 
 
 def _first_line(error: CacheError) -> str:
@@ -116,7 +153,8 @@ def mend(
     """Repairs what `verify` found.
 
     Returns:
-      The shards whose receipts were removed, and the keys that were put right.
+      The shards whose receipts were removed, and the keys that were put right; nothing while
+      manifest and backup are in dispute.
 
     Raises:
       CacheError: the manifest changed since it was read.
@@ -127,6 +165,9 @@ def mend(
     )
     if store.read_versioned(MANIFEST)[1] != found.generation:
         raise changed
+    if found.disputed:
+        # What else is damaged depends on which of them is right.
+        return (), ()
     mended = list(strays)
     for key in strays:
         store.delete(key)
@@ -140,7 +181,7 @@ def mend(
                 raise changed
             mended.append(MANIFEST)
         return tuple(shards), tuple(mended)
-    if not shards:
+    if SUMS in damage and not shards:
         # The receipts are whole: the sums follow from them.
         manifest = completed(store, manifest, manifest.extents, manifest.accounting)
     if found.restored or manifest != found.manifest:
@@ -152,6 +193,10 @@ def mend(
         **array_objects(manifest.encoding, manifest.stored_rows),
     }
     blamed = [item.reason.split(" ")[0] for item in damage]
+    if WORK in blamed:
+        # Nobody can go on with it; the shards it made are redone, or are strays.
+        store.delete(WORK)
+        mended.append(WORK)
     for key, value in expected.items():
         if key in blamed or (key == BACKUP and store.read(key) != value):
             store.write(key, value)

@@ -69,8 +69,8 @@ def broken_seals(
 
     Args: as `seal_rows`, `arrays` with the stored seals.
     """
+    columns = [place for place, name in enumerate(encoding.arrays()) if name in arrays]
     names = [name for name in encoding.arrays() if name in arrays]
-    columns = [list(encoding.arrays()).index(name) for name in names]
     found = seal_rows(arrays, encoding, identities, rows)
     wrong = (found != arrays[SEALS])[:, columns]
     seals = wrong.all(axis=1) if len(names) > 1 else np.zeros(len(rows), bool)

@@ -94,8 +94,28 @@ def write_shard(
         statistics=statistics_of(arrays, encoding),
     )
     check_run(store, manifest.run)
-    store.write(receipt_key(shard), receipt.to_bytes())
+    _commit(store, receipt)
     return receipt
+
+
+def _commit(store: Store, receipt: Receipt) -> None:
+    """Writes a receipt, unless there is one: of an equal attempt, which is as good.
+
+    Raises:
+      CacheError: the one that is there says something else.
+    """
+    key, data = receipt_key(receipt.shard), receipt.to_bytes()
+    if store.create(key, data):
+        return
+    there = store.read(key)
+    if there is None:
+        raise CacheError(f"{store.location}/{key} came and went; another run is at work there.")
+    if there != data:
+        raise CacheError(
+            f"{store.location}/{key} is there already and says something else: another run wrote "
+            "it late, or this machine computes other last bits than the one that did. Run the "
+            "same command again: it keeps what fits this capture and redoes the rest."
+        )
 
 
 def _check_arrays(

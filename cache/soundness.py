@@ -25,16 +25,20 @@ def check_receipts(
       shards: numbers of shards.
       rows: stored rows of the cache, or 0 if they are not known yet.
     """
-    receipts, damage = _sound_receipts(store, manifest, shards, rows)
-    broken = list(_size_damage(store, manifest, receipts))
+    receipts, damage = listed_receipts(store, manifest, shards, rows)
+    broken = list(size_damage(store, manifest, receipts))
     unsound = {item.shard for item in broken}
     sound = {shard: receipt for shard, receipt in receipts.items() if shard not in unsound}
     return sound, damage + broken
 
 
-def _sound_receipts(
+def listed_receipts(
     store: Store, manifest: Manifest, shards: Sequence[int], rows: int
 ) -> tuple[dict[int, Receipt], list[Damage]]:
+    """The receipts of some shards that are those of the cache, and what is wrong with others.
+
+    Args: as `check_receipts`.
+    """
     receipts, damage = {}, []
     # Before its corpus is read, an open cache does not know its own identity.
     identities = manifest.identities() if "digest" in manifest.corpus else [""]
@@ -85,9 +89,8 @@ def _fits(receipt: Receipt, manifest: Manifest, rows: int) -> bool:
     )
 
 
-def _size_damage(
-    store: Store, manifest: Manifest, receipts: dict[int, Receipt]
-) -> Iterator[Damage]:
+def size_damage(store: Store, manifest: Manifest, receipts: dict[int, Receipt]) -> Iterator[Damage]:
+    """Files that are missing or do not have the size that their shard's receipt says."""
     places = {
         array_chunk_key(name, len(spec.inner) + 1, shard): (shard, name)
         for name, spec in manifest.encoding.stored_arrays().items()

@@ -81,11 +81,6 @@ class Store:
         pool = {"cache_pool": {"total_bytes_limit": _POOL_BYTES}}
         return pool if self._local is not None else {**pool, **remote.resources()}
 
-    @property
-    def can_list(self) -> bool:
-        """Whether the place can be asked what it holds, and be written; http:// cannot."""
-        return not self.location.startswith(("http://", "https://"))
-
     def specification(self, folder: str = "") -> dict[str, Any] | str:
         """TensorStore's key-value specification of this folder, or of one inside it."""
         suffix = f"{folder.strip('/')}/" if folder else ""
@@ -95,7 +90,7 @@ class Store:
 
     @property
     def lists(self) -> bool:
-        """Whether objects can be listed there; a web server cannot."""
+        """Whether objects can be listed there, and written; on a web server they cannot."""
         return not self.location.startswith(("http://", "https://"))
 
     @property
@@ -149,7 +144,7 @@ class Store:
         if result.state == "value":
             self._found = True
             return result.value
-        if not self._found and self.can_list:
+        if not self._found and self.lists:
             # A read in a bucket that does not exist finds nothing too; a listing is refused.
             place = ts.KvStore.KeyRange(key, f"{key}\0")
             try:
@@ -191,7 +186,14 @@ class Store:
         return self.local is None and self.read(key) == value
 
     def delete(self, key: str) -> None:
-        """Removes one object, if it is there."""
+        """Removes one object, or what a killed write left of it, if it is there."""
+        if self.local is not None and _unfinished(key):
+            # No key for TensorStore.
+            try:
+                (self.local / key).unlink(missing_ok=True)
+            except OSError as error:
+                raise StorageError(f"cannot delete {self.location}/{key}: {error}") from error
+            return
         try:
             self.kvstore.write(key, None).result()
         except _FAILURES as error:
@@ -219,6 +221,14 @@ class Store:
 
     def unfinished_writes(self) -> list[str]:
         """Keys of what killed writes left behind, sorted; of arrays and all else."""
+        if self.local is not None:
+            # TensorStore lists all files but these.
+            found = (
+                Path(folder, name) for folder, _, names in os.walk(self.local) for name in names
+            )
+            return sorted(
+                path.relative_to(self.local).as_posix() for path in found if _unfinished(path.name)
+            )
         try:
             keys = [key.decode() for key in self.kvstore.list().result()]
         except _FAILURES as error:
@@ -256,7 +266,7 @@ class Store:
         if isinstance(error, CacheError):
             return error
         reason = str(error)
-        if isinstance(error, NotImplementedError) and not self.can_list:
+        if isinstance(error, NotImplementedError) and not self.lists:
             advice = "An http:// address can only be read. Give a local path, s3:// or gs://."
         elif self.local is None:
             reason, advice = remote.explain(self.location, reason)

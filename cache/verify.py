@@ -17,11 +17,11 @@ from cache.format import ARRAYS, TOKENIZER, WORK
 from cache.jsonfields import parse_object
 from cache.manifest import Manifest
 from cache.receipt import Receipt, data_digest
-from cache.repair import find_manifest, mend, stray_objects
+from cache.repair import SUMS, find_manifest, mend, stray_objects, sums_agree
 from cache.seals import broken_seals
 from cache.shards import array_objects, finished_shards
-from cache.soundness import check_receipts, damage_at
-from cache.statistics import Statistics, combine, statistics_of
+from cache.soundness import damage_at, listed_receipts, size_damage
+from cache.statistics import Statistics, statistics_of
 from cache.storage import Store
 
 WORK_UNFINISHED = Damage(
@@ -92,29 +92,29 @@ def verify(
     manifest = found.manifest
     damage = [*found.damage, *_metadata_damage(store, manifest), *_unfinished(store, manifest)]
     shards = sorted(finished_shards(store)) if manifest.state == "open" else range(manifest.shards)
-    sizes = dict.fromkeys(manifest.encoding.stored_arrays(), 0)
-    statistics: list[Statistics] = []
+    size = 0
+    sound: list[Receipt] = []
     shards = list(shards)
     for start in range(0, len(shards), _BATCH):
         batch = shards[start : start + _BATCH]
-        receipts, broken = check_receipts(store, manifest, batch, manifest.stored_rows)
-        damage += broken
-        unreadable = {item.shard for item in broken}
+        receipts, broken = listed_receipts(store, manifest, batch, manifest.stored_rows)
+        sizes = list(size_damage(store, manifest, receipts))
+        damage += [*broken, *sizes]
         for number, shard in enumerate(batch):
             receipt = receipts.get(shard)
-            if receipt is not None:
-                for name in sizes:
-                    sizes[name] += receipt.arrays[name].bytes
-                statistics.append(receipt.statistics)
-                if full and shard not in unreadable:
-                    damage += _data_damage(store, manifest, receipt)
+            wrong = {item.array for item in sizes if item.shard == shard}
+            if receipt is not None and not wrong:
+                size += sum(
+                    receipt.arrays[name].bytes for name in manifest.encoding.stored_arrays()
+                )
+                sound.append(receipt)
+            if receipt is not None and full:
+                damage += _data_damage(store, manifest, receipt, wrong)
             if progress is not None:
                 progress(start + number + 1, len(shards))
-    if manifest.state == "complete" and len(statistics) == manifest.shards:
-        total = combine(statistics, len(manifest.encoding.temperatures))
-        stated = {name: manifest.bytes.get(name) for name in sizes}
-        if total != manifest.statistics or sizes != stated:
-            damage.append(Damage("the manifest's statistics are not the sum of the receipts'"))
+    whole = manifest.state == "complete" and len(sound) == manifest.shards
+    if whole and not sums_agree(manifest, sound):
+        damage.append(SUMS)
     strays = stray_objects(store, manifest) if full else []
     damage += [Damage(f"{key} does not belong to the cache: a write was killed") for key in strays]
     repaired, mended = (), ()
@@ -125,7 +125,7 @@ def verify(
         state=manifest.state,
         full=full,
         shards=len(shards),
-        bytes=sum(sizes.values()),
+        bytes=size,
         damage=tuple(damage),
         repaired=repaired,
         mended=mended,
@@ -138,7 +138,17 @@ def _unfinished(store: Store, manifest: Manifest) -> Iterator[Damage]:
         yield Damage(
             f"it is not finished: {done} shards have receipts. Run the command that began it again"
         )
-    elif store.read(WORK) is not None:
+        return
+    data = store.read(WORK)
+    if data is None:
+        return
+    try:
+        work = Manifest.from_bytes(data, store.location, WORK)
+    except CacheError:
+        work = None
+    if work is None or work.state != "open":
+        yield Damage(f"{WORK} is not what work under way is described by")
+    else:
         yield WORK_UNFINISHED
 
 
@@ -186,14 +196,22 @@ def read_shard(store: Store, manifest: Manifest, receipt: Receipt) -> dict[str, 
         try:
             values[name] = future.result()
         except ValueError as error:
+            failed = store.failed_to_read(f"{ARRAYS}/{name}", error)
+            if failed is not None:
+                raise failed from error
             values[name] = error
     return values
 
 
-def _data_damage(store: Store, manifest: Manifest, receipt: Receipt) -> Iterator[Damage]:
+def _data_damage(
+    store: Store, manifest: Manifest, receipt: Receipt, known: set[str | None]
+) -> Iterator[Damage]:
+    """What is wrong with a shard's data, beside the arrays that are known to be damaged."""
     values = read_shard(store, manifest, receipt)
-    whole = True
+    whole = not known
     for name, value in values.items():
+        if name in known:
+            continue
         if isinstance(value, ValueError):
             whole = False
             yield damage_at(receipt, name, str(value))

@@ -123,20 +123,32 @@ _TYPES: dict[Any, Any] = {
     str: str,
     bool: bool,
     RopeScaling | None: RopeScaling,
-    tuple[float, ...]: tuple,
+    float | None: float | None,
+    tuple[float, ...]: (float, "numbers"),
+    tuple[int, ...]: (int, "whole numbers"),
+    tuple[str, ...]: (str, "texts"),
+    tuple[bool, ...]: (bool, "true and false"),
 }
 
 
-def _checked(value: Any, expected: type, name: str) -> Any:
+def _checked(value: Any, expected: Any, name: str) -> Any:
     if expected is RopeScaling:
         return None if value is None else _build(RopeScaling, value, name)
-    if expected is tuple and isinstance(value, list) and all(type(one) is float for one in value):
-        return tuple(value)
-    if expected is float and type(value) is int:
-        return float(value)
-    if type(value) is not expected:
-        raise RunError(
-            f"the run's record of its student is damaged: {name} is {value!r}, expected "
-            f"{'a list of numbers' if expected is tuple else expected.__name__}."
-        )
-    return value
+    if expected == float | None:
+        if value is None:
+            return None
+        expected = float
+    if isinstance(expected, tuple):
+        kind, what = expected
+        if isinstance(value, list) and all(type(one) is kind for one in value):
+            return tuple(value)
+        what = f"a list of {what}"
+    else:
+        if expected is float and type(value) is int:
+            return float(value)
+        if type(value) is expected:
+            return value
+        what = expected.__name__
+    raise RunError(
+        f"the run's record of its student is damaged: {name} is {value!r}, expected {what}."
+    )

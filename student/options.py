@@ -55,6 +55,9 @@ class TrainOptions:
     """Cut rows of the student's embedding and head beyond the tokenizer's ids."""
 
     # The data.
+    local_copy: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Keep what is read of a remote cache in a local folder, whole files of shards, and read it
+    there from then on. Several caches and runs may share the folder. Decides no result."""
     held_out: float = 0.05
     """Rows that are evaluated and never trained on: a share below 1, or a number of rows.
     Documents that share a row stay together."""
@@ -170,6 +173,8 @@ class EvaluateOptions:
     """Which checkpoint: last, best (least held-out loss), or the number of a step."""
     cache: Annotated[str | None, tyro.conf.arg(metavar="CACHE")] = None
     """Where the run's cache is now, if it was moved."""
+    local_copy: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Keep what is read of a remote cache in a local folder, and read it there from then on."""
     teacher: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH|MODULE:FUNCTION")] = None
     """Load the teacher, too, and report the KL over the whole vocabulary."""
     teacher_revision: str | None = None

@@ -147,7 +147,7 @@ def make_plan(
             f"this is one of {jax.process_count()} JAX processes; training runs in one process, "
             "on all of its local devices. Start it without jax.distributed."
         )
-    cache = caches.open(options.cache)
+    cache = caches.open(options.cache, local_copy=options.local_copy)
     objective = objective_of(options, cache)
     check_settings(cache, BatchSettings(cache.encoding.vocabulary, options.length, targets=False))
     devices = tuple(jax.local_devices())

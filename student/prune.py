@@ -55,7 +55,7 @@ def drop(model: Decoder, first: int, last: int) -> Decoder:
         raise StudentError(
             f"layers {first} to {last} cannot be dropped from the layers 0 to {layers - 1}."
         )
-    config = replace(model.config, layers=layers - (last - first + 1))
+    config = model.config.without_layers(first, last)
     return _filled(config, without_layers(parameters_of(model), first, last))
 
 
@@ -103,8 +103,8 @@ def best_block(
 
     Every contiguous block is measured on the same labels, the first and the last layers
     included. Of equal ones, that of the lower layers is taken. Compiles once for each shape of
-    batch, computes in the parameters' dtype, and never holds more than [chunk, vocabulary]
-    logits.
+    batch (and each order of layers of several kinds), computes in the parameters' dtype, and
+    never holds more than [chunk, vocabulary] logits.
 
     Args:
       model: the whole model.
@@ -123,16 +123,19 @@ def best_block(
     if not 1 <= count < layers:
         raise StudentError(f"{count} of the layers 0 to {layers - 1} cannot be dropped.")
     read, found = _read(batches, labels)
-    config = replace(model.config, layers=layers - count)
-    functions = student_functions(nnx.eval_shape(lambda: Decoder(config, rngs=None)))
-    measure = jax.jit(_cross_entropy(functions, legal, chunk))
-    whole = parameters_of(model)
     candidates = layers - count + 1
+    # One for all, unless the model's layers are of several kinds.
+    configs = [model.config.without_layers(first, first + count - 1) for first in range(candidates)]
+    measures = {
+        config: jax.jit(_cross_entropy(_functions(config), legal, chunk)) for config in set(configs)
+    }
+    whole = parameters_of(model)
     sums = np.zeros(candidates, np.float64)
     for number, batch in enumerate(read):
         for first in range(candidates):
             parameters = without_layers(whole, first, first + count - 1)
-            sums[first] += np.asarray(measure(parameters, *batch), np.float64).sum()
+            of_rows = measures[configs[first]](parameters, *batch)
+            sums[first] += np.asarray(of_rows, np.float64).sum()
             if progress is not None:
                 progress(number * candidates + first + 1, len(read) * candidates)
     means = np.where(np.isfinite(sums), sums / found, math.inf)
@@ -183,6 +186,10 @@ def _cross_entropy(
         return jax.lax.map(lambda row: of_row(parameters, row), batch)
 
     return of_batch
+
+
+def _functions(config: DecoderConfig) -> StudentFunctions:
+    return student_functions(nnx.eval_shape(lambda: Decoder(config, rngs=None)))
 
 
 def _filled(config: DecoderConfig, parameters: Mapping[str, Array]) -> Decoder:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Integer, UInt8, UInt32
+from jaxtyping import Integer
 
 from cache import Cache
-from cache.format import NO_DOCUMENT
+from cache.groups import DocumentGroups, fill_up, seeded_order
 from student.batches import check_single_rows
 from student.errors import StudentError
 
@@ -59,7 +59,8 @@ def split_rows(
 
     Raises:
       StudentError: more rows are asked for than there are, nothing is left to train on, no
-        group is small enough, or documents are not what the manifest says.
+        group is small enough.
+      CacheError: documents are not what the manifest says.
       DamageError: data is missing or damaged.
     """
     check_single_rows(cache)
@@ -72,84 +73,6 @@ def split_rows(
         if progress is not None:
             progress(rows.stop)
     return choose(groups.of_rows(), groups.labels, held_out, seed)
-
-
-class DocumentGroups:
-    """Collects which rows hang together through documents, from slices of rows in any order.
-
-    Memory: one integer per document, two per row.
-
-    Attributes:
-      labels: uint32 [rows], labels of each row added.
-    """
-
-    def __init__(self, rows: int, documents: int):
-        # A forest: each document points to a lower one of its group, or to itself.
-        self._parent = np.arange(documents, dtype=np.uint32)
-        self._document = np.full(rows, NO_DOCUMENT, np.uint32)
-        self.labels = np.zeros(rows, np.uint32)
-
-    def add(
-        self,
-        start: int,
-        documents: UInt32[np.ndarray, "rows length"],
-        label_mask: UInt8[np.ndarray, "rows length"],
-    ) -> None:
-        """Adds rows start, start + 1, …; arrays as stored.
-
-        Raises:
-          StudentError: a document that does not exist, or a label that has none.
-        """
-        real = documents != NO_DOCUMENT
-        self._check(start, (documents >= len(self._parent)) & real, "has a document beyond")
-        self._check(start, (label_mask == 1) & ~real, "has a label, but is of none of")
-        first = documents[np.arange(len(documents)), real.argmax(axis=1)]
-        rows = slice(start, start + len(documents))
-        self._document[rows] = first
-        self.labels[rows] = np.count_nonzero(label_mask == 1, axis=1)
-
-        starts = real.copy()
-        starts[:, 1:] &= documents[:, 1:] != documents[:, :-1]
-        owner, _ = np.nonzero(starts)
-        self._unite(first[owner], documents[starts])
-
-    def _check(self, start: int, wrong: np.ndarray, what: str) -> None:
-        if wrong.any():
-            row, position = np.argwhere(wrong)[0].tolist()
-            raise StudentError(
-                f"row {start + row}, position {position} {what} the {len(self._parent):,} "
-                "documents that the manifest lists. Run `stillroom verify CACHE --full`."
-            )
-
-    def _unite(
-        self, left: UInt32[np.ndarray, " pairs"], right: UInt32[np.ndarray, " pairs"]
-    ) -> None:
-        """Makes the documents of each pair one group."""
-        touched = np.unique(np.concatenate([left, right]))
-        while len(left):
-            left, right = self._roots(left), self._roots(right)
-            apart = left != right
-            left, right = left[apart], right[apart]
-            # A root may be in many pairs: it goes to the lowest; the others come again.
-            np.minimum.at(self._parent, np.maximum(left, right), np.minimum(left, right))
-        self._parent[touched] = self._roots(touched)
-
-    def _roots(self, documents: UInt32[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
-        while True:
-            above = self._parent[documents]
-            if np.array_equal(above, documents):
-                return documents
-            documents = above
-
-    def of_rows(self) -> Integer[np.ndarray, " rows"]:
-        """int64 [rows]: a number for each row's group; -1 for a row without documents."""
-        # Each pass halves the way to the root.
-        while not np.array_equal(above := self._parent[self._parent], self._parent):
-            self._parent = above
-        known = self._document != NO_DOCUMENT
-        groups = np.full(len(self._document), -1, np.int64)
-        groups[known] = self._parent[self._document[known]]
-        return groups
 
 
 def choose(
@@ -175,9 +98,7 @@ def choose(
     if wanted:
         if sizes.min() > wanted:
             raise StudentError(_no_group_fits(held_out, wanted, sizes))
-        # The bits of a named generator, not its methods: those may change with numpy.
-        keys = np.random.PCG64(seed).random_raw(len(numbers))
-        taken = _fill(np.argsort(keys, kind="stable"), sizes, wanted)
+        taken = fill_up(seeded_order(len(numbers), seed), sizes, wanted)
     out = taken[group]
     if out.all():
         raise StudentError(
@@ -223,18 +144,3 @@ def _no_group_fits(
         return f"{found}All of them are one such group: nothing can be held out. Ask for 0."
     least = f"{sizes.min():,} rows"
     return f"{found}The smallest such group has {least}. Ask for at least {least}, or for 0."
-
-
-def _fill(
-    order: Integer[np.ndarray, " groups"], sizes: Integer[np.ndarray, " groups"], room: int
-) -> np.ndarray:
-    """bool [groups]: those that fit, tried in order, each taken if there is still room for it."""
-    taken = np.zeros(len(sizes), bool)
-    while len(order := order[sizes[order] <= room]):
-        # Those that fit one after the other; the next one does not, and falls out above.
-        total = np.cumsum(sizes[order])
-        fits = int(np.searchsorted(total, room, side="right"))
-        taken[order[:fits]] = True
-        room -= int(total[fits - 1])
-        order = order[fits:]
-    return taken

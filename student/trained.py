@@ -46,7 +46,10 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    run: str | Path, checkpoint: str = "last", cache: str | None = None
+    run: str | Path,
+    checkpoint: str = "last",
+    cache: str | None = None,
+    local_copy: str | None = None,
 ) -> Checkpoint:
     """Reads a checkpoint of a run, which may still be in training.
 
@@ -54,13 +57,14 @@ def open_checkpoint(
       run: the run's folder.
       checkpoint: "last", "best" or a step.
       cache: where the run's cache is now, if it was moved.
+      local_copy: of the cache, see `cache.open`.
 
     Raises:
       RunError: there is no such run or checkpoint, or it is damaged.
     """
     folder = local_path(run)
     record = read_run(folder)
-    options = _options(folder, record, cache)
+    options = replace(_options(folder, record, cache), local_copy=local_copy)
     model = rebuild(record["model"])
     abstract = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in parameters_of(model).items()
@@ -100,7 +104,7 @@ def evaluate(
     Raises:
       StudentError, CacheError, DecoderError: what is wrong and what to do.
     """
-    trained = open_checkpoint(options.run, options.checkpoint, options.cache)
+    trained = open_checkpoint(options.run, options.checkpoint, options.cache, options.local_copy)
     for warning in trained.warnings:
         say(f"Warning: {warning}.")
     plan = _plan(trained)

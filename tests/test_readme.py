@@ -14,6 +14,12 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
+COMMANDS = (
+    *("precompute", "append", "audit", "compare", "copy", "derive"),
+    *("inspect", "verify", "train", "evaluate", "export"),
+)
+
+
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
@@ -26,6 +32,8 @@ def folder(tmp_path_factory) -> Path:
     text = "".join(path.read_text() for path in sorted((ROOT / "cache").glob("*.py"))[:4])
     lines = [json.dumps({"text": text[at : at + 180]}) for at in range(0, 7200, 180)]
     (folder / "corpus.jsonl").write_text("\n".join(lines))
+    more = [json.dumps({"text": f"an added text, number {number}"}) for number in range(8)]
+    (folder / "more.jsonl").write_text("\n".join(more))
     return folder
 
 
@@ -65,7 +73,7 @@ def test_every_option_that_the_readme_names_exists():
     named = set(re.findall(r"`(?:stillroom \w+ )?(--[a-z-]+)", README))
     assert len(named) > 10
     helps = ""
-    for command in ("precompute", "inspect", "verify", "train", "evaluate", "export"):
+    for command in COMMANDS:
         done = subprocess.run(
             [sys.executable, "-m", "stillroom", command, "--help"], capture_output=True, text=True
         )

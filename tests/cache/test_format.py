@@ -14,6 +14,7 @@ import zarr
 import cache
 from cache.errors import CacheError
 from cache.format import MOST_VOCABULARY, Encoding, group_metadata, receipt_key
+from cache.seals import seal_rows
 from cache.shards import array_objects
 from cache.storage import Store, encode_chunk
 from tests.cache.builder import Built, make_cache, make_encoding, make_rows, same
@@ -30,6 +31,7 @@ ORDER = (
     "label_logprobs",
     "entropy",
 )
+STORED = (*ORDER, "seals")
 
 
 @pytest.mark.parametrize(
@@ -105,8 +107,27 @@ def test_the_arrays_are_those_of_the_format() -> None:
     }
 
 
+def test_the_seals_are_one_more_array() -> None:
+    for encoding in (make_encoding(), make_encoding(tail="sampled")):
+        stored = encoding.stored_arrays()
+        assert tuple(stored) == STORED
+        seals = stored.pop("seals")
+        assert stored == encoding.arrays()
+        found = (seals.dtype, seals.inner, seals.dimensions, seals.fill)
+        assert found == ("uint64", (len(ORDER),), ("row", "array"), 2**64 - 1)
+
+
+def test_a_cache_of_format_1_0_has_no_seals() -> None:
+    encoding = make_encoding(sealed=False)
+    assert encoding.stored_arrays() == encoding.arrays() == make_encoding().arrays()
+    assert "sealed" not in encoding.to_json()
+    assert make_encoding().to_json() == {**encoding.to_json(), "sealed": True}
+    assert Encoding.from_json(encoding.to_json()) == encoding
+    assert Encoding.from_json({**encoding.to_json(), "sealed": False}) == encoding
+
+
 def test_every_fill_is_poison() -> None:
-    for spec in make_encoding().arrays().values():
+    for spec in make_encoding().stored_arrays().values():
         if spec.dtype.startswith("float"):
             assert math.isnan(spec.fill)
         else:
@@ -150,10 +171,13 @@ def test_json_round_trip() -> None:
 
 @pytest.mark.parametrize("name", list(make_encoding().to_json()))
 def test_a_field_that_is_missing_or_of_another_type_is_named(name: str) -> None:
-    good = make_encoding().to_json()
-    with pytest.raises(CacheError, match=name):
-        Encoding.from_json({key: value for key, value in good.items() if key != name})
-    for wrong in (None, "x", True, {}, [None], -1, 1.5, [10**400], [True]):
+    good = make_encoding(sealed=False).to_json()
+    if name != "sealed":
+        with pytest.raises(CacheError, match=name):
+            Encoding.from_json({key: value for key, value in good.items() if key != name})
+    wrongs: list[Any] = [None, "x", {}, [None], -1, 1.5, [10**400], [True]]
+    wrongs += [0, 1] if name == "sealed" else [True]
+    for wrong in wrongs:
         with pytest.raises(CacheError, match=name):
             Encoding.from_json({**good, name: wrong})
 
@@ -168,7 +192,7 @@ def test_receipt_keys_sort_by_shard() -> None:
 @pytest.mark.parametrize("vocabulary", [60, 70000])
 def test_tensorstore_states_the_metadata_as_we_write_it(logprobs: str, vocabulary: int) -> None:
     """What TensorStore itself writes for an array of ours is what we write."""
-    for spec in make_encoding(logprobs=logprobs, vocabulary=vocabulary).arrays().values():
+    for spec in make_encoding(logprobs=logprobs, vocabulary=vocabulary).stored_arrays().values():
         ours = spec.zarr(10, 4)
         context = ts.Context()
         kvstore = {"driver": "memory", "path": f"{spec.name}/"}
@@ -193,21 +217,31 @@ def test_the_group_repeats_its_arrays_metadata(exact_cache: Built) -> None:
     assert (group["zarr_format"], group["node_type"]) == (3, "group")
     consolidated = group["consolidated_metadata"]
     assert (consolidated["kind"], consolidated["must_understand"]) == ("inline", False)
-    each = {name: json.loads((folder / name / "zarr.json").read_text()) for name in ORDER}
+    each = {name: json.loads((folder / name / "zarr.json").read_text()) for name in STORED}
     assert consolidated["metadata"] == each
     assert group == group_metadata(each)
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*ORDER, "zarr.json"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*STORED, "zarr.json"])
     assert set(array_objects(exact_cache.encoding, 10)) == {
         "arrays/zarr.json",
-        *(f"arrays/{name}/zarr.json" for name in ORDER),
+        *(f"arrays/{name}/zarr.json" for name in STORED),
     }
 
 
 def test_one_flat_file_a_shard_and_array(exact_cache: Built) -> None:
-    for name, spec in exact_cache.encoding.arrays().items():
+    for name, spec in exact_cache.encoding.stored_arrays().items():
         zeros = ".0" * len(spec.inner)
         files = {path.name for path in (exact_cache.path / "arrays" / name).iterdir()}
         assert files == {"zarr.json", *(f"c.{shard}{zeros}" for shard in range(3))}
+
+
+def _with_seals(built: Built, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    seals = seal_rows(arrays, built.encoding, built.manifest.identities(), np.arange(10))
+    return {**arrays, "seals": seals}
+
+
+def _stored(built: Built) -> dict[str, np.ndarray]:
+    """Every row of every array as our reader reads them, and their seals."""
+    return _with_seals(built, cache.open(built.path).rows(slice(None)))
 
 
 @pytest.mark.parametrize("kind", ["exact", "sampled"])
@@ -216,7 +250,7 @@ def test_zarr_reads_what_we_read(
 ) -> None:
     """Warnings are errors in this suite, so this also shows that there are none."""
     built = exact_cache if kind == "exact" else sampled_cache
-    ours = cache.open(built.path).rows(slice(None))
+    ours = _stored(built)
     group = zarr.open_group(str(built.path / "arrays"), mode="r")
     assert group.metadata.consolidated_metadata is not None
     assert sorted(group.array_keys()) == sorted(ours)
@@ -224,7 +258,7 @@ def test_zarr_reads_what_we_read(
         array = group[name]
         assert isinstance(array, zarr.Array)
         assert same(np.asarray(array[:]), values)
-        assert array.metadata.dimension_names == built.encoding.arrays()[name].dimensions
+        assert array.metadata.dimension_names == built.encoding.stored_arrays()[name].dimensions
         assert array.shards == (4, *array.shape[1:])
         assert array.chunks == (1, *array.shape[1:])
 
@@ -233,7 +267,7 @@ def test_zarr_needs_only_the_groups_own_metadata(
     exact_cache: Built, copy: Any, tmp_path: Path
 ) -> None:
     built = copy(exact_cache)
-    for name in ORDER:
+    for name in STORED:
         (built.path / "arrays" / name / "zarr.json").unlink()
     group = zarr.open_group(str(built.path / "arrays"), mode="r", use_consolidated=True)
     for name in ORDER:
@@ -241,10 +275,16 @@ def test_zarr_needs_only_the_groups_own_metadata(
 
 
 def test_xarray_reads_what_we_read(exact_cache: Built) -> None:
-    ours = cache.open(exact_cache.path).rows(slice(None))
+    ours = _stored(exact_cache)
     with xarray.open_zarr(exact_cache.path / "arrays", chunks=None, mask_and_scale=False) as opened:
         assert set(opened.data_vars) == set(ours)
-        assert dict(opened.sizes) == {"row": 10, "position": 8, "k": 6, "temperature": 3}
+        assert dict(opened.sizes) == {
+            "row": 10,
+            "position": 8,
+            "k": 6,
+            "temperature": 3,
+            "array": len(ORDER),
+        }
         for name, values in ours.items():
             assert same(opened[name].values, values)
     # Its default, which may turn fill values into NaN, warns no more than that.
@@ -260,14 +300,15 @@ def test_a_careless_reader_meets_poison_where_a_file_is_missing(
     built = copy(exact_cache)
     for path in (built.path / "arrays").glob("*/c.1.*"):
         path.unlink()
+    whole = _with_seals(built, built.arrays)
     group = zarr.open_group(str(built.path / "arrays"), mode="r")
-    for name, spec in built.encoding.arrays().items():
+    for name, spec in built.encoding.stored_arrays().items():
         values = np.asarray(group[name][4:8])  # type: ignore[index]
         if spec.dtype.startswith("float"):
             assert np.isnan(values).all()
         else:
             assert (values == np.iinfo(spec.dtype).max).all()
-        assert same(np.asarray(group[name][8:]), built.arrays[name][8:])  # type: ignore[index]
+        assert same(np.asarray(group[name][8:]), whole[name][8:])  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -311,7 +352,7 @@ def test_either_side_of_the_border_of_types(tmp_path: Path, vocabulary: int) -> 
 def test_a_partial_last_chunk_is_what_tensorstore_writes(tmp_path: Path) -> None:
     """The bytes of whole and partial chunks, against TensorStore's own writing to disk."""
     random = np.random.default_rng(0)
-    for spec in make_encoding().arrays().values():
+    for spec in make_encoding().stored_arrays().values():
         metadata = spec.zarr(10, 4)
         folder = tmp_path / spec.name
         array = ts.open(

@@ -80,7 +80,7 @@ def test_a_complete_manifest_names_no_run_and_no_time(exact_cache: Built) -> Non
         "bytes",
         "digest",
     }
-    assert set(content["arrays"]) == set(exact_cache.encoding.arrays())
+    assert set(content["arrays"]) == {*exact_cache.encoding.arrays(), "seals"}
 
 
 def _paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -168,7 +168,12 @@ def _read_or_refuse(data: bytes) -> Manifest | None:
         (("tokenizer", "fingerprint"), 3, "tokenizer should have a fingerprint"),
         (("corpus", "digest"), None, "statistics and corpus digest"),
         (("extents", 0, "rows"), 13, "should start at shard 0 and have 4 shards"),
-        (("extents", 0, "first_shard"), 1, "should start at shard 0"),
+        (("extents", 0, "first_shard"), 1, "an appended extent should have a corpus of its own"),
+        (
+            ("extents", 0),
+            {"first_shard": 1, "shards": 3, "rows": 10, "corpus": {"digest": "", "documents": 1}},
+            "should start at shard 0",
+        ),
         (("extents", 0, "rows"), 0, "field 'rows'"),
         (("extents", 0, "rows"), 9, "the extents have 9 rows, the statistics 10"),
         (("receipts",), {"sha256": ["a"], "documents": [None]}, "3 shards, but 1 receipts are"),
@@ -197,8 +202,10 @@ def test_a_receipt_too_few_is_refused(exact_cache: Built) -> None:
 def test_a_changed_digest_is_damage(exact_cache: Built) -> None:
     data = exact_cache.manifest.to_bytes()
     edited = data.replace(b"made-up text", b"made-up tixt")
-    with pytest.raises(DamageError, match=r"manifest.json was changed: .*\nRestore the manifest"):
+    with pytest.raises(DamageError, match=r"manifest.json was changed: .*\n`stillroom verify "):
         _read(edited.replace(b"\n", b" "))
+    with pytest.raises(DamageError, match=r"cache: work.json was changed: "):
+        Manifest.from_bytes(edited, "here", "work.json")
 
 
 def test_a_newer_minor_version_is_read(exact_cache: Built, copy: Any) -> None:
@@ -271,7 +278,8 @@ def _with_extents(manifest: Manifest, *rows: int) -> Manifest:
     extents, shard = [], 0
     for count in rows:
         shards = manifest.encoding.shards(count)
-        extents.append(Extent(shard, shards, count))
+        corpus = {"digest": f"digest-{shard}", "documents": 5} if shard else None
+        extents.append(Extent(shard, shards, count, corpus, {"documents": 5} if shard else None))
         shard += shards
     return replace(
         manifest,
@@ -291,6 +299,36 @@ def test_extents(exact_cache: Built) -> None:
     for shard in (-1, 5):
         with pytest.raises(CacheError, match=f"the cache has shards 0 to 4, not {shard}"):
             manifest.shard_rows(shard)
+    assert [manifest.extent_at(shard) for shard in range(5)] == [0, 0, 0, 1, 2]
+
+
+def test_every_extent_is_of_a_corpus_of_its_own(exact_cache: Built) -> None:
+    manifest = _with_extents(exact_cache.manifest, 10, 4, 1)
+    own = manifest.corpus["documents"]
+    assert manifest.documents == own + 10
+    assert manifest.identity == exact_cache.manifest.identity
+    identities = manifest.identities()
+    assert identities == [
+        manifest.identity,
+        *(replace(manifest, corpus={"digest": f"digest-{shard}"}).identity for shard in (3, 4)),
+    ]
+    assert len(set(identities)) == 3
+    for corpus in (None, {}, {"digest": "d"}, {"documents": 3}, {"digest": 1, "documents": 3}):
+        extents = (*manifest.extents[:2], replace(manifest.extents[2], corpus=corpus))
+        with pytest.raises(CacheError, match="an appended extent should have a corpus of its own"):
+            replace(manifest, extents=extents)
+
+
+def test_an_open_manifest_of_a_later_extent(opened: Manifest) -> None:
+    assert (opened.documents, opened.identities()) == (7, [opened.identity])
+    assert opened.extent_at(0) == opened.extent_at(9) == 0
+    assert not {"first_shard", "first_document"} & set(_parsed(opened))
+    later = replace(opened, first_shard=3, first_document=7)
+    assert _read(later.to_bytes()) == later
+    assert later.documents == 14
+    assert later.identity == opened.identity
+    with pytest.raises(CacheError, match="should not name a run or a beginning"):
+        replace(later, state="complete", run="")
 
 
 def test_no_extents_no_rows(opened: Manifest) -> None:

@@ -3,12 +3,13 @@
 import json
 import shlex
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import tyro
 
 from cache.errors import CacheError
-from cache.options import InspectOptions, VerifyOptions
+from cache.options import CopyOptions, DeriveOptions, InspectOptions, VerifyOptions
 
 
 def test_defaults() -> None:
@@ -18,6 +19,7 @@ def test_defaults() -> None:
         "position": None,
         "shard": None,
         "temperature": None,
+        "files": True,
         "json": False,
     }
     assert asdict(VerifyOptions("c")) == {
@@ -50,6 +52,11 @@ def test_verify_lines() -> None:
     )
 
 
+def test_copy_lines() -> None:
+    found = tyro.cli(CopyOptions, args=["c", "s3://bucket/c"])
+    assert asdict(found) == {"source": "c", "destination": "s3://bucket/c"}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -67,3 +74,55 @@ def test_what_does_not_go_together(fields: dict[str, int], message: str) -> None
 
 def test_options_are_jsonable() -> None:
     assert json.loads(json.dumps(asdict(InspectOptions("c", row=0))))["row"] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("a b", DeriveOptions(("a", "b"))),
+        ("a b c --k 4 --exact 2", DeriveOptions(("a", "b", "c"), k=4, exact=2)),
+        (
+            "a b --temperatures 1 2 --tail drop",
+            DeriveOptions(("a", "b"), temperatures=(1.0, 2.0), tail="drop"),
+        ),
+        ("--rows 3:9 --sample 0.5 a b", DeriveOptions(("a", "b"), rows="3:9", sample=0.5)),
+        (
+            "a b --sample 100 --seed 3 --rows-per-shard 8",
+            DeriveOptions(("a", "b"), sample=100.0, seed=3, rows_per_shard=8),
+        ),
+        (
+            "a b --logprobs rounded --mantissa-bits 4",
+            DeriveOptions(("a", "b"), logprobs="rounded", mantissa_bits=4),
+        ),
+    ],
+)
+def test_derive_lines(line: str, options: DeriveOptions) -> None:
+    found = tyro.cli(DeriveOptions, args=shlex.split(line))
+    assert found == options
+    assert (*found.sources, found.out) == found.places
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"places": ()}, "at least one cache to derive from"),
+        ({"places": ("a",)}, "at least one cache to derive from"),
+        ({"places": ("a", " ")}, "at least one cache to derive from"),
+        ({"k": 0}, "--k should be at least 1, found 0"),
+        ({"exact": 0}, "--exact should be at least 1"),
+        ({"rows_per_shard": 0}, "--rows-per-shard should be at least 1"),
+        ({"mantissa_bits": 11}, "--mantissa-bits should be between 1 and 10"),
+        ({"seed": -1}, "--seed should be between 0"),
+        ({"seed": 2**32}, "--seed should be between 0"),
+        ({"rows": "3"}, "--rows should be two row numbers, such as 0:1000, found '3'"),
+        ({"rows": "-3:5"}, "--rows should be two row numbers"),
+        ({"sample": 0.0}, "--sample should be a share below 1, or a whole number"),
+        ({"sample": -2.0}, "--sample should be"),
+        ({"sample": 1.5}, "--sample should be"),
+        ({"sample": float("nan")}, "--sample should be"),
+        ({"sample": float("inf")}, "--sample should be"),
+    ],
+)
+def test_derive_options_that_make_no_sense(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(CacheError, match=message):
+        DeriveOptions(**{"places": ("a", "b"), **fields})

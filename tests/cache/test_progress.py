@@ -22,6 +22,8 @@ def test_the_rate_counts_from_the_first_element_of_this_run():
     # 4 of 10 were done when the clock started at 100 s; 2 more by 104 s: 2 s each, 4 to go.
     assert describe(6, 10, (4, 100.0), 104.0, tokens=50.0) == "25 tokens/s, 0:08 left"
     assert describe(6, 10, (4, 100.0), 104.0, tokens=0.0) == "0.5/s, 0:08 left"
+    bytes_done = describe(6_000_000, 9_000_000, (0, 100.0), 104.0, 0.0, (1_000_000, "MB"))
+    assert bytes_done == "1.5 MB/s, 0:02 left"
     assert describe(10, 10, (4, 100.0), 106.0, tokens=50.0) == "50 tokens/s, 0:00 left"
 
 

@@ -17,9 +17,10 @@ import pytest
 
 import cache
 from cache.errors import CacheError, DamageError
-from cache.format import MANIFEST
+from cache.format import MANIFEST, WORK, receipt_key
 from cache.manifest import Extent, ReceiptEntry
 from cache.receipt import Receipt
+from cache.shards import write_shard
 from cache.statistics import combine
 from cache.storage import StorageError
 from tests.cache.builder import Built, make_cache, same
@@ -170,13 +171,18 @@ def test_one_read_of_each_array_for_a_batch(
     opened = cache.open(exact_cache.path)
     counts: Counter[str] = Counter()
     array = opened._array
-    monkeypatch.setattr(opened, "_array", lambda name: _Counted(array(name), counts, name))
+    monkeypatch.setattr(
+        opened, "_array", lambda store, name: _Counted(array(store, name), counts, name)
+    )
     read = opened.rows([9, 0, 4, 4, 1])
-    assert counts == dict.fromkeys(opened.fields, 1)
+    assert counts == dict.fromkeys((*opened.fields, "seals"), 1)
     assert same(read["tokens"], exact_cache.arrays["tokens"][[9, 0, 4, 4, 1]])
     counts.clear()
     opened.rows([1, 2], fields=["tokens", "entropy"])
-    assert counts == {"tokens": 1, "entropy": 1}
+    assert counts == {"tokens": 1, "entropy": 1, "seals": 1}
+    counts.clear()
+    assert opened.rows([1, 2], fields=[]) == {}
+    assert counts == {}
 
 
 def test_opening_reads_the_manifest_alone(
@@ -330,7 +336,9 @@ def test_a_read_that_failed_once_is_no_damage(
         def result(self) -> Any:
             raise ValueError("UNAVAILABLE: connection lost")
 
-    monkeypatch.setattr(opened, "_array", lambda name: Flaky(array(name), Counter(), name))
+    monkeypatch.setattr(
+        opened, "_array", lambda store, name: Flaky(array(store, name), Counter(), name)
+    )
     with pytest.raises(StorageError, match=r"reading tokens .* failed once: UNAVAILABLE"):
         opened.rows([0])
 
@@ -390,28 +398,35 @@ def test_rows_of_a_second_extent(tmp_path: Path, exact_cache: Built) -> None:
     two = make_cache(tmp_path / "two", rows=6, seed=2)
     folder = tmp_path / "both"
     shutil.copytree(one.path, folder)
-    receipts = []
+    corpus = {"digest": "c" * 64, "documents": 50}
+    later = replace(
+        one.manifest,
+        state="open",
+        run="r",
+        corpus=corpus,
+        first_shard=2,
+        first_document=one.manifest.corpus["documents"],
+        extents=(),
+        receipts=(),
+        statistics=None,
+    )
+    store = cache.Store(folder)
+    store.write(WORK, later.to_bytes())
+    receipts = [
+        Receipt.from_bytes((folder / receipt_key(shard)).read_bytes(), "it") for shard in range(2)
+    ]
     for shard in range(2):
-        data = (one.path / "receipts" / f"{shard:06d}.json").read_bytes()
-        receipts.append(Receipt.from_bytes(data, "it"))
-    for shard in range(2):
-        for name in two.encoding.arrays():
-            path = _file(two, name, shard)
-            place = path.name.replace(f"c.{shard}.", f"c.{shard + 2}.", 1)
-            shutil.copy(path, folder / "arrays" / name / place)
-        data = (two.path / "receipts" / f"{shard:06d}.json").read_bytes()
-        receipt = Receipt.from_bytes(data, "it")
-        first, end = receipt.rows
-        receipts.append(
-            replace(receipt, shard=shard + 2, rows=(first + 8, end + 8), documents=(1000, 2000))
-        )
+        place = slice(*two.manifest.shard_rows(shard))
+        arrays = {name: values[place] for name, values in two.arrays.items()}
+        receipts.append(write_shard(store, later, shard + 2, 8 + 6, arrays))
     manifest = replace(
         one.manifest,
-        extents=(Extent(0, 2, 6), Extent(2, 2, 6)),
+        extents=(Extent(0, 2, 6), Extent(2, 2, 6, corpus)),
         receipts=tuple(ReceiptEntry(r.digest, r.documents) for r in receipts),
         statistics=combine([r.statistics for r in receipts], 3),
     )
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
+    assert manifest.identities() == [one.manifest.identity, later.identity]
     opened = cache.open(folder)
     assert len(opened) == 12
     np.testing.assert_array_equal(
@@ -425,7 +440,18 @@ def test_rows_of_a_second_extent(tmp_path: Path, exact_cache: Built) -> None:
     joined = np.concatenate([one.arrays["tokens"], two.arrays["tokens"]])
     assert same(mixed, joined[[7, 5, 6, 0]])
     (folder / "arrays" / "tokens" / "c.3.0").unlink()
-    with pytest.raises(DamageError, match="shard 3, rows 12-13, documents 1000-2000"):
+    first, last = receipts[3].documents or (0, 0)
+    with pytest.raises(DamageError, match=f"shard 3, rows 12-13, documents {first}-{last}"):
         cache.open(folder).rows([10])
+    # A seal is of the extent's own corpus: the same rows of another one are not those.
+    other = replace(later, corpus={**corpus, "digest": "b" * 64})
+    store.write(WORK, other.to_bytes())
+    store.delete(receipt_key(2))
+    write_shard(store, other, 2, 8 + 6, {name: value[:4] for name, value in two.arrays.items()})
+    reader = cache.open(folder)
+    for name in reader.fields:
+        with pytest.raises(DamageError, match=r"shard 2, rows 8-11, .*of another cache"):
+            reader.rows([0, 6], [name])
+        assert same(reader.rows([0, 5], [name])[name], one.arrays[name][[0, 5]])
     with pytest.raises(CacheError, match="rows 0 to 11, not 12"):
         opened.rows([12])

@@ -13,7 +13,7 @@ import pytest
 import cache
 from cache.encoding import encode_shard
 from cache.errors import CacheError
-from cache.format import MANIFEST, Encoding
+from cache.format import MANIFEST, Encoding, receipt_key
 from cache.manifest import Extent, Manifest
 from cache.shards import (
     TakenOverError,
@@ -165,35 +165,45 @@ def test_the_receipt_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     encoding = make_encoding()
     store, manifest = _prepare(tmp_path, encoding)
     keys: list[str] = []
-    write = Store.write
-    monkeypatch.setattr(
-        Store, "write", lambda self, key, value: (keys.append(key), write(self, key, value))[1]
-    )
+    for name in ("write", "create"):
+        real = getattr(Store, name)
+
+        def noted(self: Store, key: str, value: bytes, real: Any = real) -> Any:
+            keys.append(key)
+            return real(self, key, value)
+
+        monkeypatch.setattr(Store, name, noted)
     write_shard(store, manifest, 0, ROWS, _shard(encoding, 0))
     expected = [
-        array_chunk_key(name, len(spec.inner) + 1, 0) for name, spec in encoding.arrays().items()
+        array_chunk_key(name, len(spec.inner) + 1, 0)
+        for name, spec in encoding.stored_arrays().items()
     ]
+    assert len(expected) == 11
     assert keys == [*expected, "receipts/000000.json"]
 
 
-@pytest.mark.parametrize("fails_at", range(11))
+@pytest.mark.parametrize("fails_at", range(12))
 def test_a_shard_that_was_cut_off_has_no_receipt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     """C29: stopped after each write in turn; then done again."""
     encoding = make_encoding()
     store, manifest = _prepare(tmp_path, encoding)
-    write, count = Store.write, 0
+    count = 0
 
-    def failing(self: Store, key: str, value: bytes) -> None:
-        nonlocal count
-        if count == fails_at:
-            raise StorageError("no space left")
-        count += 1
-        write(self, key, value)
+    def failing(real: Any) -> Any:
+        def write(self: Store, key: str, value: bytes) -> Any:
+            nonlocal count
+            if count == fails_at:
+                raise StorageError("no space left")
+            count += 1
+            return real(self, key, value)
+
+        return write
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "write", failing)
+        for name in ("write", "create"):
+            patch.setattr(Store, name, failing(getattr(Store, name)))
         with pytest.raises(StorageError):
             write_shard(store, manifest, 0, ROWS, _shard(encoding, 0))
     assert finished_shards(store) == set()
@@ -209,6 +219,19 @@ def test_a_leftover_worker_of_another_run_cannot_commit(tmp_path: Path) -> None:
     with pytest.raises(TakenOverError, match="filled by run run-2, this is run run-1"):
         write_shard(store, manifest, 0, ROWS, _shard(encoding, 0))
     assert finished_shards(store) == set()
+
+
+def test_a_receipt_is_never_written_over(tmp_path: Path) -> None:
+    """An equal attempt is as good; one that says something else is refused, and stays unseen."""
+    encoding = make_encoding()
+    store, manifest = _prepare(tmp_path, encoding)
+    receipt = write_shard(store, manifest, 0, ROWS, _shard(encoding, 0))
+    assert write_shard(store, manifest, 0, ROWS, _shard(encoding, 0)) == receipt
+    other = _shard(encoding, 0)
+    other["entropy"] = np.where(other["label_mask"] == 1, np.float16(0.5), other["entropy"])
+    with pytest.raises(CacheError, match="is there already and says something else"):
+        write_shard(store, manifest, 0, ROWS, other)
+    assert store.read(receipt_key(0)) == receipt.to_bytes()
 
 
 def test_nobody_commits_into_a_finished_cache(exact_cache: Built, copy: Any) -> None:

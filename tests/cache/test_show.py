@@ -23,7 +23,7 @@ def test_the_summary(exact_cache: Built) -> None:
     text = _shown(exact_cache)
     view = summary(str(exact_cache.path))
     for part in (
-        f"{exact_cache.path} (complete, format 1.0)",
+        f"{exact_cache.path} (complete, format 1.1)",
         "made-up/teacher, 1,234 parameters, float32, fingerprint ffffffffffff",
         "60 tokens, fingerprint eeeeeeeeeeee",
         f"made-up text, {view['corpus']['documents']} documents",
@@ -136,10 +136,17 @@ def test_reports(exact_cache: Built) -> None:
     assert "  shard 19, rows 0-3, documents unknown: bad" in text
     assert "shard 20," not in text
     assert "  and 10 more" in text
-    assert "--repair removes" in text
+    assert "--repair puts right what it can and removes the receipts of broken shards;" in text
+    assert text.endswith("then run the command that made the cache again: it redoes exactly those")
     repaired = render_report(Report("c", "complete", True, 40, 5, damage, tuple(range(30))))
     assert "removed the receipts of shards 0, 1, 2," in repaired
     assert "19 and 10 more" in repaired
     assert "--repair" not in repaired
     whole = render_report(Report("c", "complete", True, 40, 5, (Damage("bad"),)))
-    assert whole.endswith("  cache: bad")
+    assert "  cache: bad\n--repair puts right what it can" in whole
+    mended = render_report(
+        Report("c", "complete", True, 40, 5, (Damage("bad"),), (), ("manifest.json", "x"))
+    )
+    assert mended.endswith("  cache: bad\nput right: manifest.json, x")
+    unfinished = render_report(Report("c", "open", True, 40, 5, (Damage("it is not finished"),)))
+    assert unfinished.endswith("  cache: it is not finished")

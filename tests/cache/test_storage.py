@@ -82,6 +82,25 @@ def test_of_many_replacers_one_wins(tmp_path: Path) -> None:
     assert sum(won) == 1
 
 
+def test_what_killed_writes_left_is_found_and_removed(tmp_path: Path) -> None:
+    """TensorStore neither lists `<key>.__lock` nor takes it for a key."""
+    store = Store(str(tmp_path))
+    keys = ["__lock", "a/b.__lock", "a/c.0.0.__lock", "d.__lock", "d.__lock.1"]
+    for key in (*keys, "a/b", "clock"):
+        path = tmp_path / key
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    assert store.unfinished_writes() == keys
+    for key in keys:
+        store.delete(key)
+        store.delete(key)
+    assert store.unfinished_writes() == []
+    assert store.list() == ["a/b", "clock"]
+    (tmp_path / "f.__lock").mkdir()
+    with pytest.raises(StorageError, match=r"cannot delete .*/f\.__lock: "):
+        store.delete("f.__lock")
+
+
 def test_list_is_sorted_relative_and_without_unfinished_writes(store: Store) -> None:
     for key in ("b/2", "b/10", "b/sub/x", "a", "bb/1", "b.json"):
         store.write(key, b"")

@@ -28,7 +28,7 @@ def test_the_summary_of_a_finished_cache(exact_cache: Built) -> None:
     view = _strict(inspect(InspectOptions(str(exact_cache.path))))
     label = _labels(exact_cache)
     tokens = int((exact_cache.arrays["segments"] > 0).sum())
-    assert (view["view"], view["state"], view["format_version"]) == ("summary", "complete", "1.0")
+    assert (view["view"], view["state"], view["format_version"]) == ("summary", "complete", "1.1")
     assert (view["rows"], view["tokens"], view["labels"]) == (10, tokens, int(label.sum()))
     assert view["padding"] == pytest.approx(1 - tokens / 80)
     assert view["rows_without_labels"] == int((~label.any(axis=1)).sum())
@@ -37,7 +37,7 @@ def test_the_summary_of_a_finished_cache(exact_cache: Built) -> None:
     assert view["shards"] == {"total": 3, "done": 3, "missing": [], "damaged": []}
     files = {
         name: sum(path.stat().st_size for path in (exact_cache.path / "arrays" / name).glob("c.*"))
-        for name in exact_cache.encoding.arrays()
+        for name in exact_cache.encoding.stored_arrays()
     }
     assert view["bytes"]["total"] == sum(files.values())
     assert view["bytes"]["per_token"] == pytest.approx(sum(files.values()) / tokens)
@@ -120,7 +120,7 @@ def test_a_shard(exact_cache: Built, copy: Any) -> None:
     assert view["rows"] == [4, 8]
     assert view["documents"] == [documents.min(), documents.max()]
     assert view["labels"] == int(_labels(built)[4:8].sum())
-    assert set(view["arrays"]) == set(built.encoding.arrays())
+    assert set(view["arrays"]) == set(built.encoding.stored_arrays())
     assert view["receipt_sha256"] == built.manifest.receipts[1].sha256
     (timing,) = view["timings"]
     assert timing["scoring_seconds"] == 1.5

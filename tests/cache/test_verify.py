@@ -13,7 +13,7 @@ import pytest
 import cache
 from cache.encoding import encode_shard
 from cache.errors import CacheError
-from cache.format import MANIFEST, receipt_key
+from cache.format import BACKUP, MANIFEST, receipt_key
 from cache.jsonfields import digest
 from cache.manifest import Extent
 from cache.receipt import Receipt, StoredArray
@@ -32,7 +32,7 @@ from tests.cache.builder import (
     shard_file,
 )
 
-NAMES = tuple(make_encoding().arrays())
+NAMES = tuple(make_encoding().stored_arrays())
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -175,7 +175,11 @@ def test_an_unfinished_write_disturbs_nobody(exact_cache: Built, copy: Any) -> N
     (path.parent / f"{path.name}.__lock").write_bytes(path.read_bytes()[:20])
     (built.path / f"{receipt_key(1)}.__lock").write_bytes(b'{"sha')
     (built.path / f"{MANIFEST}.__lock").write_bytes(b"{")
-    assert verify(built.path, full=True).sound
+    assert verify(built.path).sound
+    locks = [f"arrays/tokens/{path.name}", MANIFEST, receipt_key(1)]
+    assert [str(item) for item in verify(built.path, full=True).damage] == [
+        f"cache: {key}.__lock does not belong to the cache: a write was killed" for key in locks
+    ]
     assert len(cache.open(built.path).rows(slice(None))["tokens"]) == 10
     assert finished_shards(built.store) == {0, 1, 2}
 
@@ -289,15 +293,52 @@ def test_a_damaged_tokenizer_is_found(name: str, fault: str, exact_cache: Built,
     assert str(found) == f"cache: tokenizer/{name} {fault}"
 
 
-def test_an_edited_manifest_is_refused(exact_cache: Built, copy: Any) -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_an_edited_manifest_is_found_by_its_backup(
+    full: bool, exact_cache: Built, copy: Any
+) -> None:
     built = copy(exact_cache)
     path = built.path / MANIFEST
     path.write_bytes(path.read_bytes().replace(b"made-up text", b"other texts"))
-    with pytest.raises(CacheError, match=r"manifest\.json was changed"):
-        verify(built.path)
+    (found,) = verify(built.path, full=full).damage
+    assert str(found) == (
+        "cache: manifest.json cannot be used: manifest.json was changed: its content does not "
+        "have the digest it states"
+    )
     path.unlink()
-    with pytest.raises(CacheError, match="is not a cache"):
-        verify(built.path)
+    (found,) = verify(built.path, full=full).damage
+    assert str(found) == "cache: manifest.json is missing"
+
+
+def test_an_edited_manifest_without_a_backup_is_refused(exact_cache: Built, copy: Any) -> None:
+    for number, backup in enumerate((None, b"{}", b"")):
+        built = copy(exact_cache, f"c{number}")
+        path = built.path / MANIFEST
+        path.write_bytes(path.read_bytes().replace(b"made-up text", b"other texts"))
+        if backup is None:
+            (built.path / BACKUP).unlink()
+        else:
+            (built.path / BACKUP).write_bytes(backup)
+        with pytest.raises(CacheError, match=r"manifest\.json was changed"):
+            verify(built.path)
+        path.unlink()
+        with pytest.raises(CacheError, match=r"is not a cache: it has no manifest\.json"):
+            verify(built.path, repair=True)
+
+
+@pytest.mark.parametrize("state", ["is missing", "edited", "of another cache"])
+def test_a_backup_that_is_not_one_is_found(state: str, exact_cache: Built, copy: Any) -> None:
+    built = copy(exact_cache)
+    path = built.path / BACKUP
+    if state == "is missing":
+        path.unlink()
+    elif state == "edited":
+        path.write_bytes(path.read_bytes().replace(b"made-up text", b"other texts"))
+    else:
+        path.write_bytes(replace(built.manifest, software={}).to_bytes())
+    (found,) = verify(built.path).damage
+    shown = "is not the backup of manifest.json" if "of" in state else "is missing or damaged"
+    assert str(found) == f"cache: manifest.backup.json {shown}"
 
 
 @pytest.mark.parametrize("part", ["statistics", "bytes"])
@@ -309,7 +350,8 @@ def test_a_manifest_whose_sums_are_wrong_is_found(part: str, exact_cache: Built,
         if part == "statistics"
         else {"bytes": {**manifest.bytes, "tokens": 1}}
     )
-    built.store.write(MANIFEST, replace(manifest, **change).to_bytes())
+    for key in (MANIFEST, BACKUP):
+        built.store.write(key, replace(manifest, **change).to_bytes())
     (found,) = verify(built.path).damage
     assert str(found) == "cache: the manifest's statistics are not the sum of the receipts'"
 
@@ -338,11 +380,12 @@ def test_what_a_later_version_adds_does_not_disturb(exact_cache: Built, copy: An
         built.manifest, receipts=listed, bytes={**built.manifest.bytes, "hidden_states": 21}
     )
     content = json.loads(manifest.to_bytes())
-    content["version"] = [1, 1]
+    content["version"] = [1, 7]
     content["arrays"]["hidden_states"] = {"dtype": "float16", "dimensions": ["row"]}
     del content["digest"]
     content["digest"] = digest(content)
-    built.store.write(MANIFEST, json.dumps(content).encode())
+    for key in (MANIFEST, BACKUP):
+        built.store.write(key, json.dumps(content).encode())
     for full in (False, True):
         report = verify(built.path, full=full)
         assert report.sound, report.damage

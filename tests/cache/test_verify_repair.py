@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 import cache
-from cache.errors import CacheError
-from cache.format import MANIFEST, receipt_key
+from cache import filling
+from cache.errors import CacheError, DamageError
+from cache.filling import begin_work, missing_shards, reopened
+from cache.format import BACKUP, MANIFEST, receipt_key
 from cache.manifest import Extent, Manifest
 from cache.receipt import Receipt, StoredArray, data_digest
+from cache.seals import seal_rows
 from cache.shards import array_chunk_key, finished_shards, write_shard
 from cache.statistics import statistics_of
 from cache.storage import encode_chunk
@@ -31,15 +34,16 @@ from tests.cache.builder import (
 
 
 def _rewrite(built: Built, shard: int, change: Callable[[dict[str, np.ndarray]], None]) -> Built:
-    """Stores changed arrays of a shard with receipts and a manifest that agree with them."""
+    """Stores changed arrays of a shard with seals, receipts and a manifest that agree."""
     encoding, store = built.encoding, built.store
     place = slice(*built.manifest.shard_rows(shard))
     arrays = {name: value[place].copy() for name, value in built.arrays.items()}
     change(arrays)
     old = Receipt.from_bytes(store.read(receipt_key(shard)) or b"", "it")
+    seals = seal_rows(arrays, encoding, [built.manifest.identity], np.arange(*old.rows))
     stored = {}
-    for name, values in arrays.items():
-        data = encode_chunk(encoding.arrays()[name].zarr(10, 4), shard, values)
+    for name, values in {**arrays, "seals": seals}.items():
+        data = encode_chunk(encoding.stored_arrays()[name].zarr(10, 4), shard, values)
         store.write(array_chunk_key(name, values.ndim, shard), data)
         stored[name] = StoredArray(data_digest(values), len(data))
     receipt = replace(old, arrays=stored, statistics=statistics_of(arrays, encoding))
@@ -107,7 +111,8 @@ def test_a_receipt_of_another_shape_does_not_fit(exact_cache: Built, copy: Any) 
             built.manifest.receipts[0], sha256=hashlib.sha256(path.read_bytes()).hexdigest()
         )
         manifest = replace(built.manifest, receipts=(listed, *built.manifest.receipts[1:]))
-        built.store.write(MANIFEST, manifest.to_bytes())
+        for key in (MANIFEST, BACKUP):
+            built.store.write(key, manifest.to_bytes())
         for full in (False, True):
             (found,) = one_shards_damage(verify(built.path, full=full), built, 0)
             assert "does not fit" in found.reason or "something else" in found.reason
@@ -153,16 +158,20 @@ def test_repair_removes_the_receipts_of_broken_shards_alone(exact_cache: Built, 
     assert report.repaired == (0, 2)
     after = {key: built.store.read(key) for key in built.store.list()}
     gone = {key for key in before if after.get(key) != before[key]}
-    assert gone == {receipt_key(0), receipt_key(2), MANIFEST}
+    assert gone == {receipt_key(0), receipt_key(2)}
     assert set(after) <= set(before)
-    with pytest.raises(CacheError, match=r"not finished \(1 shards done\)"):
-        cache.open(built.path)
-    manifest = Manifest.from_bytes(after[MANIFEST] or b"", "it")
-    assert manifest.state == "open"
-    assert manifest.run.startswith("repair-")
-    assert manifest.identity == built.manifest.identity
-    for name in ("encoding", "capture", "teacher", "tokenizer", "corpus", "software"):
-        assert getattr(manifest, name) == getattr(built.manifest, name)
+    # Who reads what is whole goes on.
+    opened = cache.open(built.path)
+    for name, values in opened.rows(slice(4, 8)).items():
+        assert same(values, built.arrays[name][4:8])
+    with pytest.raises(DamageError, match=r"shard 0, .* array tokens"):
+        opened.rows([0, 4])
+    again = verify(built.path, full=True)
+    assert not again.sound
+    assert [item.reason for item in again.damage] == [
+        "receipts/000000.json is missing",
+        "receipts/000002.json is missing",
+    ]
 
 
 def test_a_repaired_cache_is_completed_to_the_same_bytes(exact_cache: Built, copy: Any) -> None:
@@ -172,23 +181,25 @@ def test_a_repaired_cache_is_completed_to_the_same_bytes(exact_cache: Built, cop
     (built.path / "tokenizer" / "tokenizer.json").write_bytes(b"broken")
     assert verify(built.path, repair=True).repaired == (1,)
     store = built.store
-    opened = Manifest.from_bytes((built.path / MANIFEST).read_bytes(), "it")
+    assert missing_shards(store, built.manifest) == [1]
+    opened = begin_work(store, reopened(built.manifest), lambda found: [])
     arrays = {name: value[4:8] for name, value in built.arrays.items()}
     write_shard(store, opened, 1, 10, arrays)
     store.write("tokenizer/tokenizer.json", before["tokenizer/tokenizer.json"] or b"")
-    complete = finish(store, opened, (Extent(0, 3, 10),))
-    assert complete == built.manifest
+    complete, changed = filling.finish(store, opened, 10, built.manifest.accounting)
+    assert (complete, changed) == (built.manifest, False)
     assert {key: store.read(key) for key in store.list()} == before
     assert verify(built.path, full=True).sound
 
 
-def test_repair_of_what_no_shard_is_to_blame_for_reopens(exact_cache: Built, copy: Any) -> None:
+def test_repair_of_what_no_shard_is_to_blame_for_mends_it(exact_cache: Built, copy: Any) -> None:
     built = copy(exact_cache)
+    before = {key: built.store.read(key) for key in built.store.list()}
     (built.path / "arrays" / "zarr.json").unlink()
     report = verify(built.path, repair=True)
-    assert report.repaired == ()
-    assert finished_shards(built.store) == {0, 1, 2}
-    assert Manifest.from_bytes((built.path / MANIFEST).read_bytes(), "it").state == "open"
+    assert (report.repaired, report.mended) == ((), ("arrays/zarr.json",))
+    assert {key: built.store.read(key) for key in built.store.list()} == before
+    assert verify(built.path, full=True).sound
 
 
 def test_repair_of_a_cache_that_changes_meanwhile_is_refused(exact_cache: Built, copy: Any) -> None:
@@ -209,8 +220,12 @@ def test_repair_of_a_cache_that_changes_meanwhile_is_refused(exact_cache: Built,
 def test_read_shard(exact_cache: Built, copy: Any) -> None:
     built = copy(exact_cache)
     receipt = Receipt.from_bytes((built.path / receipt_key(2)).read_bytes(), "it")
-    for name, values in read_shard(built.store, built.manifest, receipt).items():
-        assert same(values, built.arrays[name][8:10])
+    last = {name: values[8:10] for name, values in built.arrays.items()}
+    last["seals"] = seal_rows(last, built.encoding, [receipt.identity], np.array([8, 9]))
+    read = read_shard(built.store, built.manifest, receipt)
+    assert set(read) == set(last)
+    for name, values in read.items():
+        assert same(values, last[name])
     shard_file(built, "entropy", 2).unlink()
     values = read_shard(built.store, built.manifest, receipt)
     assert isinstance(values.pop("entropy"), ValueError)

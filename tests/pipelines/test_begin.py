@@ -32,7 +32,13 @@ def test_the_manifest_is_stored_before_anything_is_done(tmp_path):
     stored = json.loads((tmp_path / "cache/manifest.json").read_text())
     assert stored["state"] == "open"
     assert stored["run"] == made.run
-    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"manifest.json", "tokenizer"}
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {
+        "manifest.json",
+        "manifest.backup.json",
+        "tokenizer",
+    }
+    backup = (tmp_path / "cache/manifest.backup.json").read_bytes()
+    assert backup == (tmp_path / "cache/manifest.json").read_bytes()
     assert made.manifest.corpus["documents"] == 20
     assert made.rows == 0
     assert made.manifest.capture["micro_batch"] == 1

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipelines.compare_beyond import DenseBeyond, ModelBeyond
+from pipelines.compare_beyond import DenseBeyond
 from pipelines.compare_measure import (
     Positions,
     Reconstruction,
@@ -172,34 +172,6 @@ def test_several_settings_at_once_and_positions_left_out(both):
         assert tally.total_variation == pytest.approx(alone.total_variation, rel=1e-6)
         np.testing.assert_allclose(tally.error, alone.error, atol=1e-6)
     assert len({tally.bias2 for tally in together}) == 3
-
-
-def test_the_model_of_the_unknown_equals_dense_arrays_made_by_it(both):
-    log_p, log_q = both
-    q = np.exp(log_q[0])
-    ids, inside = head_of(log_p, M)
-    p = np.where(inside, np.exp(log_p), 0.0)
-    mass = 1 - p.sum(axis=1)
-    outside = np.where(inside, 0.0, q)
-    p += mass[:, None] * outside / outside.sum(axis=1, keepdims=True)
-    log_q = np.broadcast_to(log_q[0], log_p.shape)
-    dense = positions_of(np.log(p), log_q, ids=ids)
-    modelled = Positions(
-        ids, dense.p, dense.log_q, ModelBeyond(q, ids, np.ones(ids.shape, bool), mass)
-    )
-    weights = dense.p[:, :K] * 1.02
-    tail = 1 - weights.sum(axis=1)
-    for positions in (dense, modelled):
-        assert positions.beyond.mass.p == pytest.approx(mass, rel=1e-5)
-    found = [
-        measure(x, [bucket(x, weights, tail), renormalised(x, np.log(weights))], V)
-        for x in (dense, modelled)
-    ]
-    for expected, tally in zip(*found, strict=True):
-        assert tally.bias2 == pytest.approx(expected.bias2, rel=1e-4)
-        assert tally.total_variation == pytest.approx(expected.total_variation, rel=1e-4)
-        assert tally.kl == pytest.approx(expected.kl, rel=1e-3)
-        np.testing.assert_allclose(tally.error, expected.error, atol=1e-6)
 
 
 def test_a_step_averages_variance_out_and_shared_bias_not():

@@ -102,7 +102,7 @@ class Operations:
     def _fail(self, store: Store, key: str) -> None:
         if isinstance(self.fault, Full):
             error = ValueError(str(self.fault))
-            raise store._refused("write", key, error) from error
+            raise store.refused("write", key, error) from error
         raise self.fault
 
 
@@ -247,7 +247,7 @@ def test_a_failed_write_after_the_forward_pass_names_the_object(made, monkeypatc
     def write(store: Store, *arguments: Any) -> Any:
         if arguments[1] == 2:
             error = ValueError("RESOURCE_EXHAUSTED: No space left on device")
-            raise store._refused("write", "arrays/tokens/c.2.0", error)
+            raise store.refused("write", "arrays/tokens/c.2.0", error)
         return real(store, *arguments)
 
     monkeypatch.setattr(transforms, "write_shard", write)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import cache
+from cache import filling
+from cache.errors import CacheError
 from cache.format import receipt_key
 from cache.runlog import read_events
 from cache.shards import TakenOverError, check_run
@@ -51,8 +53,9 @@ def capture(made: Path, out: Path, **changes: Any):
 
 def test_what_comes_of_a_capture(made, whole):
     assert {key.split("/")[0] for key in whole} == {
-        "arrays", "manifest.json", "receipts", "tokenizer"
+        "arrays", "manifest.json", "manifest.backup.json", "receipts", "tokenizer"
     }  # fmt: skip
+    assert whole["manifest.backup.json"] == whole["manifest.json"]
     assert cache.verify(made / "whole", full=True).sound
     opened = cache.open(made / "whole")
     shards = opened.manifest.shards
@@ -130,11 +133,11 @@ def test_a_part_that_fails_is_the_only_one_done_again(made, whole, tmp_path, mon
     real = transforms.lay_part
     laid: list[int] = []
 
-    def lay(store: Store, corpus: Any, tokenizer: Any, settings: Any, part: int) -> Any:
+    def lay(store: Store, corpus: Any, tokenizer: Any, settings: Any, part: int, to: str) -> Any:
         laid.append(part)
         if part == 1 and laid.count(1) == 1:
             raise ZeroDivisionError("cosmic ray")
-        return real(store, corpus, tokenizer, settings, part)
+        return real(store, corpus, tokenizer, settings, part, to)
 
     monkeypatch.setattr(transforms, "lay_part", lay)
     with pytest.raises(CaptureError, match=r"1 part\(s\) could not be done.*\n  part 1: ZeroDiv"):
@@ -391,7 +394,7 @@ def test_two_captures_into_one_folder(made, whole, tmp_path, monkeypatch, finish
         return real(store, manifest, shard, rows, arrays)
 
     monkeypatch.setattr(transforms, "write_shard", write)
-    with pytest.raises(CaptureError, match=r"another `precompute` took over. Nothing is lost"):
+    with pytest.raises(CaptureError, match=r"this is run \w+: another run took over. Nothing is"):
         capture(made, out)
     assert small.scored_shards(out, first[0]) == [0, 1]
     if not finishes:
@@ -403,14 +406,14 @@ def test_two_captures_into_one_folder(made, whole, tmp_path, monkeypatch, finish
 
 
 def test_the_manifest_is_completed_by_the_run_that_owns_it(made, tmp_path, monkeypatch):
-    out, real = tmp_path / "cache", precompute_module.check_run
+    out, real = tmp_path / "cache", filling.check_run
 
     def check(store: Store, run: str) -> None:
         real(store, run)
         begin(small.options(made, out))
 
-    monkeypatch.setattr(precompute_module, "check_run", check)
-    with pytest.raises((CaptureError, TakenOverError)):
+    monkeypatch.setattr(filling, "check_run", check)
+    with pytest.raises(CacheError, match="was changed by another run at the very end"):
         capture(made, out)
     assert json.loads((out / "manifest.json").read_text())["state"] == "open"
 

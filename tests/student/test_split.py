@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 import cache
 from cache.errors import DamageError
 from cache.format import NO_DOCUMENT
+from cache.groups import DocumentGroups
 from student.errors import StudentError
-from student.split import DocumentGroups, Split, choose, split_rows
+from student.split import Split, choose, split_rows
 from tests.cache.builder import Built, make_cache, same, shard_file
 from tests.student.small import make_student_cache
 
@@ -218,17 +219,6 @@ def test_no_group_fits() -> None:
 def test_no_labels() -> None:
     with pytest.raises(StudentError, match="no row of the cache has a label"):
         choose(np.arange(3), np.zeros(3, np.uint32), 0, 0)
-
-
-def test_documents_that_are_not_the_manifests() -> None:
-    documents = np.array([[0, 1], [2, 3]], np.uint32)
-    labels = np.array([[1, 0], [1, 0]], np.uint8)
-    groups = DocumentGroups(7, 3)
-    with pytest.raises(StudentError, match="row 6, position 1 has a document beyond the 3 doc"):
-        groups.add(5, documents, labels)
-    documents[1] = NO_DOCUMENT
-    with pytest.raises(StudentError, match="row 6, position 0 has a label, but is of none of the"):
-        groups.add(5, documents, labels)
 
 
 def test_pairs_are_refused(tmp_path: Path) -> None:

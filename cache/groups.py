@@ -1,0 +1,118 @@
+"""Which rows hang together through documents, and choosing among such groups."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Bool, Integer, UInt8, UInt32
+
+from cache.errors import CacheError
+from cache.format import NO_DOCUMENT
+
+
+class DocumentGroups:
+    """Collects which rows hang together through documents, from slices of rows in any order.
+
+    Memory: one integer per document, two per row.
+
+    Attributes:
+      labels: uint32 [rows], labels of each row added.
+    """
+
+    def __init__(self, rows: int, documents: int):
+        # A forest: each document points to a lower one of its group, or to itself.
+        self._parent = np.arange(documents, dtype=np.uint32)
+        self._document = np.full(rows, NO_DOCUMENT, np.uint32)
+        self.labels = np.zeros(rows, np.uint32)
+
+    def add(
+        self,
+        start: int,
+        documents: UInt32[np.ndarray, "rows length"],
+        label_mask: UInt8[np.ndarray, "rows length"],
+    ) -> None:
+        """Adds rows start, start + 1, …; arrays as stored.
+
+        Raises:
+          CacheError: a document that does not exist, or a label that has none.
+        """
+        real = documents != NO_DOCUMENT
+        self._check(start, (documents >= len(self._parent)) & real, "has a document beyond")
+        self._check(start, (label_mask == 1) & ~real, "has a label, but is of none of")
+        first = documents[np.arange(len(documents)), real.argmax(axis=1)]
+        rows = slice(start, start + len(documents))
+        self._document[rows] = first
+        self.labels[rows] = np.count_nonzero(label_mask == 1, axis=1)
+
+        starts = real.copy()
+        starts[:, 1:] &= documents[:, 1:] != documents[:, :-1]
+        owner, _ = np.nonzero(starts)
+        self._unite(first[owner], documents[starts])
+
+    def _check(self, start: int, wrong: np.ndarray, what: str) -> None:
+        if wrong.any():
+            row, position = np.argwhere(wrong)[0].tolist()
+            raise CacheError(
+                f"row {start + row}, position {position} {what} the {len(self._parent):,} "
+                "documents that the manifest lists. Run `stillroom verify CACHE --full`."
+            )
+
+    def _unite(
+        self, left: UInt32[np.ndarray, " pairs"], right: UInt32[np.ndarray, " pairs"]
+    ) -> None:
+        """Makes the documents of each pair one group."""
+        touched = np.unique(np.concatenate([left, right]))
+        while len(left):
+            left, right = self._roots(left), self._roots(right)
+            apart = left != right
+            left, right = left[apart], right[apart]
+            # A root may be in many pairs: it goes to the lowest; the others come again.
+            np.minimum.at(self._parent, np.maximum(left, right), np.minimum(left, right))
+        self._parent[touched] = self._roots(touched)
+
+    def _roots(self, documents: UInt32[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
+        while True:
+            above = self._parent[documents]
+            if np.array_equal(above, documents):
+                return documents
+            documents = above
+
+    def of_rows(self) -> Integer[np.ndarray, " rows"]:
+        """int64 [rows]: a number for each row's group; -1 for a row without documents."""
+        # Each pass halves the way to the root.
+        while not np.array_equal(above := self._parent[self._parent], self._parent):
+            self._parent = above
+        known = self._document != NO_DOCUMENT
+        groups = np.full(len(self._document), -1, np.int64)
+        groups[known] = self._parent[self._document[known]]
+        return groups
+
+
+def seeded_order(count: int, seed: int) -> Integer[np.ndarray, " groups"]:
+    """The numbers 0 … count - 1 in an order that a seed decides, on any machine."""
+    # The bits of a named generator, not its methods: those may change with numpy.
+    keys = np.random.PCG64(seed).random_raw(count)
+    return np.argsort(keys, kind="stable")
+
+
+def fill_up(
+    order: Integer[np.ndarray, " groups"], sizes: Integer[np.ndarray, " groups"], room: int
+) -> Bool[np.ndarray, " groups"]:
+    """Takes groups in an order, each if there is still room for it.
+
+    Args:
+      order: numbers of the groups, in the order in which they are tried.
+      sizes: of each group, above 0.
+      room: how much may be taken in all.
+
+    Returns:
+      Which groups were taken.
+    """
+    taken = np.zeros(len(sizes), bool)
+    while len(order := order[sizes[order] <= room]):
+        # Those that fit one after the other; the next one does not, and falls out above.
+        total = np.cumsum(sizes[order])
+        fits = int(np.searchsorted(total, room, side="right"))
+        taken[order[:fits]] = True
+        room -= int(total[fits - 1])
+        order = order[fits:]
+    return taken
