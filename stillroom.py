@@ -143,6 +143,8 @@ usage: stillroom COMMAND …
 Run a teacher over a corpus once, keep what students need of it, train any number of students.
 
   precompute   run a teacher over a corpus into a cache; resumes
+  append       add documents to a finished cache, with the same teacher; resumes
+  audit        score some rows of a cache again, and compare
   inspect      look into a cache: summary, a shard, a row, a position
   verify       check a cache: quickly, or every byte
   derive       cut, thin, round or join caches into a new one; resumes
@@ -168,7 +170,9 @@ def main(arguments: list[str] | None = None) -> int:
             # Here and not at the exit, where a reader that has gone would be a traceback.
             sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.stderr.write("\nStopped. Run the same command again: it goes on where it stopped.\n")
+        resumes = bool(words) and words[0] in _RESUMES
+        again = " Run the same command again: it goes on where it stopped." if resumes else ""
+        sys.stderr.write(f"\nStopped.{again}\n")
         return 130
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; there is nobody to tell.
@@ -402,6 +406,8 @@ def _parse(options: type[_Options], command: str, words: list[str]) -> _Options:
     return tyro.cli(options, prog=f"stillroom {command}", args=words)
 
 
+# Commands that can be stopped at any time and go on where they were.
+_RESUMES = ("precompute", "append", "derive", "copy", "train")
 _COMMANDS = {
     "precompute": _precompute,
     "append": _append,

@@ -26,6 +26,20 @@ from cache.storage import Store
 
 State = Literal["open", "complete"]
 
+
+class OtherFormatError(CacheError):
+    """A manifest of a format that this release does not read.
+
+    Attributes:
+      edited: whether its content does not have the digest it states either.
+    """
+
+    def __init__(self, edited: bool, text: str):
+        super().__init__(text)
+        self.edited = edited
+
+
+
 _RESTORE = (
     f"`stillroom verify CACHE --repair` restores it from {BACKUP}; without that, restore it from a "
     "copy of yours, or capture again into a new folder."
@@ -287,10 +301,12 @@ class Manifest:
             raise CacheError(
                 f"{what} says format {content.get('format')!r}, expected {FORMAT!r}: not a cache"
             )
-        _check_version(fields, what)
-        stated = fields.text("digest")
-        content.pop("digest")
-        if digest(content) != stated:
+        stated = content.pop("digest", None)
+        edited = digest(content) != stated
+        _check_version(fields, what, edited)
+        if not isinstance(stated, str):
+            raise CacheError(f"{what}: field 'digest' should be a string, found {stated!r}")
+        if edited:
             raise DamageError(
                 [Damage(f"{key} was changed: its content does not have the digest it states")],
                 _RESTORE,
@@ -340,18 +356,20 @@ class Manifest:
         )
 
 
-def _check_version(fields: Fields, what: str) -> None:
+def _check_version(fields: Fields, what: str, edited: bool) -> None:
     version = fields.list_of("version", int)
     if len(version) != 2 or version[0] != VERSION[0]:
-        raise CacheError(
+        raise OtherFormatError(
+            edited,
             f"{what} has format version {'.'.join(map(str, version))}; this Stillroom reads "
-            f"version {VERSION[0]}.x. Update Stillroom to read a newer cache."
+            f"version {VERSION[0]}.x. Update Stillroom to read a newer cache.",
         )
     unknown = fields.list_of("required_features", str)
     if unknown:
-        raise CacheError(
+        raise OtherFormatError(
+            edited,
             f"{what} requires features that this Stillroom does not have: {', '.join(unknown)}. "
-            "Update Stillroom."
+            "Update Stillroom.",
         )
 
 

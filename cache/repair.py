@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from cache.errors import CacheError, Damage
 from cache.filling import completed, contradicts, new_run
 from cache.format import ARRAYS, BACKUP, MANIFEST, RECEIPTS, WORK, receipt_key
-from cache.manifest import Manifest, read_manifest
+from cache.manifest import Manifest, OtherFormatError, read_manifest
 from cache.receipt import Receipt
 from cache.shards import array_chunk_key, array_objects
 from cache.soundness import check_receipts
@@ -57,7 +57,8 @@ def find_manifest(store: Store) -> FoundManifest:
     try:
         manifest, generation = read_manifest(store)
     except CacheError as error:
-        if backup is None:
+        # A newer cache is none of ours to mend.
+        if backup is None or (isinstance(error, OtherFormatError) and not error.edited):
             raise
         state = "is missing" if data is None else f"cannot be used: {_first_line(error)}"
         return FoundManifest(backup, generation, True, (Damage(f"{MANIFEST} {state}"),))

@@ -55,7 +55,10 @@ def listed_receipts(
         except CacheError as error:
             damage.append(Damage(str(error), **where))
             continue
-        if listed is not None and hashlib.sha256(data).hexdigest() != listed.sha256:
+        if listed is not None and (hashlib.sha256(data).hexdigest(), receipt.documents) != (
+            listed.sha256,
+            listed.documents,
+        ):
             damage.append(
                 Damage(f"{receipt_key(shard)} is not the one the manifest lists", **where)
             )

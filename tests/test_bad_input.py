@@ -10,6 +10,10 @@ import pytest
 
 import cache
 import stillroom
+from cache.filling import reopened
+from cache.jsonfields import digest
+from cache.manifest import read_manifest
+from cache.storage import Store
 from decoder.safetensors_files import INDEX
 from tests.models import tiny_tokenizer, write_tiny_teacher, write_tiny_tokenizer
 from tests.pipelines import small
@@ -257,6 +261,28 @@ def edit_manifest(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def mended(capsys, folder: Path, command: str, *expected: str) -> None:
+    """A command fails and names the manifest; `verify` tells, and repairs it from its backup."""
+    broken = small.stored(folder / "cache")
+    if not command.startswith("verify"):
+        before = small.everything(folder / "cache")
+        fails(capsys, COMMANDS[command](folder), *expected)
+        assert small.everything(folder / "cache") == before
+        return
+    assert stillroom.main(COMMANDS[command](folder)) == 1
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "manifest.json" in shown.out
+    again = stillroom.main(["verify", str(folder / "cache"), "--full"])
+    capsys.readouterr()
+    if command == "verify --repair":
+        assert again == 0
+        broken["manifest.json"] = broken["manifest.backup.json"]
+    else:
+        assert again == 1
+    assert small.stored(folder / "cache") == broken
+
+
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {
     "inspect": lambda folder: ["inspect", str(folder / "cache")],
     "inspect --row": lambda folder: ["inspect", str(folder / "cache"), "--row", "1"],
@@ -270,7 +296,11 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_cache_of_a_newer_version(capsys, folder, command):
-    edit_manifest(folder, version=[2, 0])
+    """Refused even where an older backup is there: nothing is put in its place."""
+    path = folder / "cache/manifest.json"
+    content = {**json.loads(path.read_text()), "version": [2, 0]}
+    del content["digest"]
+    path.write_text(json.dumps({**content, "digest": digest(content)}))
     before = small.everything(folder / "cache")
     fails(capsys, COMMANDS[command](folder), "has format version 2.0", "Update Stillroom")
     assert small.everything(folder / "cache") == before
@@ -279,18 +309,14 @@ def test_a_cache_of_a_newer_version(capsys, folder, command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_manifest_that_was_edited(capsys, folder, command):
     edit_manifest(folder, state="open", run="mine")
-    before = small.everything(folder / "cache")
-    fails(capsys, COMMANDS[command](folder), "manifest.json was changed", "Restore the manifest")
-    assert small.everything(folder / "cache") == before
+    mended(capsys, folder, command, "manifest.json was changed", "verify CACHE --repair` restores")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": "zarr"}', b"\xff"])
 def test_a_manifest_that_is_none(capsys, folder, command, content):
     (folder / "cache/manifest.json").write_bytes(content)
-    before = small.everything(folder / "cache")
-    fails(capsys, COMMANDS[command](folder), "manifest.json")
-    assert small.everything(folder / "cache") == before
+    mended(capsys, folder, command, "manifest.json")
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "precompute"])
@@ -308,7 +334,10 @@ def test_what_is_no_cache(capsys, folder, command):
 
 def test_an_unfinished_cache(capsys, folder):
     (folder / "cache/receipts/000002.json").unlink()
-    cache.verify(folder / "cache", repair=True)
+    store = Store(folder / "cache")
+    opened = reopened(read_manifest(store)[0]).to_bytes()
+    for name in ("manifest.json", "manifest.backup.json"):
+        store.write(name, opened)
     for command in ("inspect --row", "precompute"):
         words = COMMANDS[command](folder)
         if command == "precompute":

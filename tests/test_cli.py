@@ -11,6 +11,10 @@ import pytest
 
 import cache
 import stillroom
+from cache.filling import reopened
+from cache.format import MANIFEST
+from cache.manifest import read_manifest
+from cache.storage import Store
 from pipelines.options import PrecomputeOptions
 from tests.pipelines import small
 
@@ -48,7 +52,8 @@ def break_file(folder: Path, shard: int = 1) -> None:
 def reopen(folder: Path) -> None:
     """Makes the finished cache one whose shard 2 is to be done."""
     (folder / "cache/receipts/000002.json").unlink()
-    assert cache.verify(folder / "cache", repair=True).repaired == (2,)
+    store = Store(folder / "cache")
+    store.write(MANIFEST, reopened(read_manifest(store)[0]).to_bytes())
 
 
 # Help and usage.
@@ -57,16 +62,29 @@ def reopen(folder: Path) -> None:
 def test_without_a_command_the_usage_is_shown(capsys):
     code, out, _ = run(capsys)
     assert code == 2
-    assert all(f"  {name}" in out for name in ("precompute", "inspect", "verify"))
+    assert all(f"  {name} " in out for name in stillroom._COMMANDS)
     assert run(capsys, "--help")[:2] == run(capsys, "-h")[:2] == (0, out)
 
 
-@pytest.mark.parametrize("command", ["precompute", "inspect", "verify"])
+@pytest.mark.parametrize("command", stillroom._COMMANDS)
 def test_every_command_has_help_with_an_example(capsys, command):
     code, out, err = run(capsys, command, "--help")
     assert (code, err) == (0, "")
     assert f"Example: stillroom {command}" in " ".join(out.replace("│", " ").split())
     assert f"usage: stillroom {command}" in out
+
+
+@pytest.mark.parametrize("command", stillroom._COMMANDS)
+def test_stopped_commands_say_whether_they_go_on(capsys, monkeypatch, command):
+    def stopped(_: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(stillroom._COMMANDS, command, stopped)
+    code, _, err = run(capsys, command)
+    assert code == 130
+    resumes = command in ("precompute", "append", "derive", "copy", "train")
+    assert ("it goes on where it stopped" in err) == resumes
+    assert err.startswith("\nStopped.")
 
 
 def test_an_unknown_command_or_option(capsys):
@@ -273,7 +291,7 @@ def test_verify(capsys, folder):
     assert "removed the receipts of shards 1" in out
     code, out, _ = run(capsys, "verify", place)
     assert code == 1
-    assert "not finished: 5 shards have receipts" in out
+    assert "receipts/000001.json is missing" in out
     assert run(capsys, *small.command_words(small.options(folder)))[0] == 0
     assert run(capsys, "verify", place, "--full")[0] == 0
 

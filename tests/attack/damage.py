@@ -208,14 +208,13 @@ def to_bytes(content: Any) -> bytes:
 
 def leave_half_written_files(folder: Path) -> list[str]:
     """One in every folder of a cache; returns their keys, sorted."""
-    left = []
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.name.endswith(".__lock"):
-            lock = path.with_name(f"{path.name}.__lock")
-            if not any(key.startswith(f"{path.parent}/") for key in left):
-                lock.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-                left.append(str(lock))
-    return sorted(str(Path(key).relative_to(folder)) for key in left)
+    firsts = {
+        path.parent: path for path in sorted(folder.rglob("*"), reverse=True) if path.is_file()
+    }
+    for path in firsts.values():
+        lock = path.with_name(f"{path.name}.__lock")
+        lock.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return sorted(f"{path.relative_to(folder)}.__lock" for path in firsts.values())
 
 
 def add_shards_beyond_the_last(folder: Path, manifest: Manifest) -> list[str]:

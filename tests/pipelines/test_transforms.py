@@ -108,10 +108,10 @@ def test_an_elements_error_is_logged_and_the_others_go_on(tmp_path, monkeypatch,
     made = plan(tmp_path)
     real = transforms.lay_part
 
-    def lay(store, corpus, tokenizer, settings, part):
+    def lay(store, corpus, tokenizer, settings, part, folder):
         if part == 1:
             raise error
-        return real(store, corpus, tokenizer, settings, part)
+        return real(store, corpus, tokenizer, settings, part, folder)
 
     monkeypatch.setattr(transforms, "lay_part", lay)
     stage = stage_of(LayPart, made)
