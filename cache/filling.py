@@ -267,9 +267,11 @@ def completed(
     """The complete manifest of a cache whose shards all have receipts.
 
     Raises:
-      CacheError: a receipt is missing.
+      CacheError: a receipt is missing, or belongs to something else.
     """
     entries, statistics = [], []
+    whole = replace(manifest, extents=extents)
+    identities = whole.identities()
     sizes = dict.fromkeys(manifest.encoding.stored_arrays(), 0)
     for shard, data in read_receipts(store, range(sum(each.shards for each in extents))).items():
         if data is None:
@@ -278,17 +280,22 @@ def completed(
                 "(precompute or append) again first."
             )
         receipt = Receipt.from_bytes(data, receipt_key(shard))
+        if (receipt.shard, receipt.identity) != (shard, identities[whole.extent_at(shard)]):
+            raise CacheError(
+                f"{store.location}: the receipt of shard {shard} belongs to something else; "
+                "another run wrote it late. Run the command that made the shard (precompute, "
+                "append or derive) again: it makes it again."
+            )
         entries.append(ReceiptEntry(receipt.digest, receipt.documents))
         statistics.append(receipt.statistics)
         for name in sizes:
             sizes[name] += receipt.arrays[name].bytes
     return replace(
-        manifest,
+        whole,
         state="complete",
         run="",
         first_shard=0,
         first_document=0,
-        extents=extents,
         receipts=tuple(entries),
         accounting=accounting,
         statistics=combine(statistics, len(manifest.encoding.temperatures)),

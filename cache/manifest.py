@@ -39,7 +39,6 @@ class OtherFormatError(CacheError):
         self.edited = edited
 
 
-
 _RESTORE = (
     f"`stillroom verify CACHE --repair` restores it from {BACKUP}; without that, restore it from a "
     "copy of yours, or capture again into a new folder."
@@ -358,7 +357,9 @@ class Manifest:
 
 def _check_version(fields: Fields, what: str, edited: bool) -> None:
     version = fields.list_of("version", int)
-    if len(version) != 2 or version[0] != VERSION[0]:
+    if len(version) != 2:
+        raise CacheError(f"{what} has the version {version}; expected two numbers.")
+    if version[0] != VERSION[0]:
         raise OtherFormatError(
             edited,
             f"{what} has format version {'.'.join(map(str, version))}; this Stillroom reads "

@@ -24,6 +24,7 @@ class StoredTensor:
     `parameter` is the tensor's name in Hugging Face's naming, `name` the file's own.
     `decode` takes the bytes of any number of whole rows.
     `row_order`, where the file's rows lie in another order, has the stored place of each.
+    `added` is what the file's numbers are above the model's.
     """
 
     name: str
@@ -35,6 +36,7 @@ class StoredTensor:
     size: int
     decode: Callable[[UInt8[np.ndarray, "..."]], Float32[np.ndarray, "..."]] = field(repr=False)
     row_order: tuple[int, ...] | None = field(default=None, repr=False)
+    added: float = 0.0
 
     def read(self) -> UInt8[np.ndarray, "size"]:
         """The stored bytes. Reads the file: no page of it stays mapped."""
@@ -84,7 +86,8 @@ class StoredTensor:
 
     def _block(self, raw: UInt8[np.ndarray, "..."], dtype: np.dtype) -> np.ndarray:
         with np.errstate(over="ignore"):
-            values = self.decode(raw).astype(dtype)
+            decoded = self.decode(raw)
+            values = (decoded - np.float32(self.added) if self.added else decoded).astype(dtype)
         if not np.isfinite(values.astype(np.float32)).all():
             raise DecoderError(
                 f"{self.file}: the tensor {self.name} holds numbers that are not finite in "

@@ -1,91 +1,23 @@
 """A `DecoderConfig` from a parsed config.json, strictly, and a config.json from it.
 
 Whatever stands there and could change the model's numbers but is not understood
-is an error that names the field; a key with the value null counts as absent, as
-it does in transformers.
+is an error that names the field. What a family is, stands in `families`.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from decoder.config import ACTIVATIONS, DecoderConfig, RopeScaling
+from decoder.config import DecoderConfig
+from decoder.config_fields import BOOKKEEPING, flag, integer, number
+from decoder.config_layers import experts_of, layer_keys, ropes_of, windows_of
+from decoder.config_rope import rope_of, rope_scaling_keys
 from decoder.errors import DecoderError
+from decoder.families import COMMON, Family, family_of
 from decoder.tokenizer import Tokenizer
 
-# Keys that say how a checkpoint was trained, saved or sampled from, not what
-# numbers its forward pass gives.
-BOOKKEEPING = frozenset(
-    [
-        "_attn_implementation_autoset",
-        "_attn_implementation",
-        "_name_or_path",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "initializer_range",
-        "attention_dropout",
-        "hidden_dropout",
-        "resid_pdrop",
-        "embd_pdrop",
-        "gradient_checkpointing",
-        "pretraining_tp",
-        "architectures",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "unk_token_id",
-        "auto_map",
-        "is_llama_config",
-        "transformers.js_config",
-        "unsloth_fixed",
-        "unsloth_version",
-        "return_dict",
-        "output_hidden_states",
-        "output_attentions",
-        "torchscript",
-        "use_bfloat16",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "is_decoder",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "prefix",
-        "tokenizer_class",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "num_beam_groups",
-        "diversity_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "output_scores",
-        "return_dict_in_generate",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-    ]
-)
-
-# Keys that may stand there if they say that a feature is off.
+# Keys that may stand there if they say that a feature is off, or that a family without the
+# feature may have.
 _OFF: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "partial_rotary_factor": (1, 1.0),
@@ -98,63 +30,89 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
+    "use_bidirectional_attention": (False,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
 }
 
-_UNDERSTOOD = frozenset(
-    [
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "tie_word_embeddings",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "attention_bias",
-        "mlp_bias",
-    ]
-)
+# transformers' names of the activations that a decoder knows.
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+
+# Nulls in these are read as if the key was not there, whatever the family's default.
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
 
 
 def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a parsed config.json describes.
 
-    A key with the value null counts as absent, as it does in transformers.
+    An absent key has the value that transformers gives it for this `model_type`; so has a key
+    with the value null, where no such value exists or null is one.
     Raises `DecoderError` naming the field that is missing, of the wrong type,
     or not understood.
     """
+    config = text_part(config)
+    family = family_of(config.get("model_type"))
     present = {key: value for key, value in config.items() if value is not None}
-    _check_family(present)
-    _check_unknown(present)
-    heads = _integer(present, "num_attention_heads")
-    width = _integer(present, "hidden_size")
-    bias = _flag(present, "attention_bias", False)
-    theta, scaling = _rope(present)
-    return DecoderConfig(
-        vocabulary=_integer(present, "vocab_size"),
-        width=width,
-        layers=_integer(present, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=_integer(present, "num_key_value_heads", heads),
-        head_dim=_integer(present, "head_dim", _head_dim(width, heads, present)),
-        mlp_width=_integer(present, "intermediate_size"),
-        max_positions=_integer(present, "max_position_embeddings", 2048),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_epsilon=_number(present, "rms_norm_eps", 1e-6),
-        activation=_activation(present),
-        tied=_flag(present, "tie_word_embeddings", False),
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=_flag(present, "mlp_bias", False),
-    )
+    _check_unknown(present, family)
+    values = _with_defaults(config, family)
+    heads, width = integer(values, "num_attention_heads"), integer(values, "hidden_size")
+    layers = integer(values, "num_hidden_layers")
+    bias = _own_flag(values, "attention_bias", family)
+    theta, scaling, local = rope_of(present, family)
+    windows = windows_of(values, family, layers)
+    fields: dict[str, Any] = {
+        "vocabulary": integer(values, "vocab_size"),
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": integer(values, "num_key_value_heads", heads),
+        "head_dim": integer(values, "head_dim", _head_dim(width, heads, values)),
+        "mlp_width": integer(values, "intermediate_size"),
+        "max_positions": integer(values, "max_position_embeddings"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rope_local_theta": local,
+        "norm_epsilon": number(values, "rms_norm_eps", 0.0),
+        "activation": _activation(values, family),
+        "tied": flag(values, "tie_word_embeddings", False),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": _own_flag(values, "mlp_bias", family),
+        "query_scalar": _optional(values, "query_pre_attn_scalar", family),
+        "attention_cap": _optional(values, "attn_logit_softcapping", family),
+        "output_cap": _optional(values, "final_logit_softcapping", family),
+        "windows": windows,
+        "ropes": ropes_of(values, family, windows),
+        "family": family.name,
+    }
+    return DecoderConfig(**{**fields, **experts_of(values, family, layers), **family.fixed})
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries about the language model: all of them, or those of Gemma 3's text part.
+
+    Raises `DecoderError` where the two levels of such a file disagree.
+    """
+    if config.get("model_type") != "gemma3":
+        return config
+    part = config.get("text_config")
+    if not isinstance(part, Mapping):
+        raise DecoderError(f"config.json: text_config is {part!r}; expected an object")
+    _check_architecture(config, "Gemma3ForConditionalGeneration")
+    outer = {key: config[key] for key in ("quantization_config",) if config.get(key) is not None}
+    part = {"model_type": "gemma3_text", **part, **outer}
+    tied = config.get("tie_word_embeddings")
+    if tied is not None and part.setdefault("tie_word_embeddings", tied) != tied:
+        raise DecoderError(
+            f"config.json: tie_word_embeddings is {tied!r}, and "
+            f"{part['tie_word_embeddings']!r} in text_config; keep the right one"
+        )
+    if part["model_type"] != "gemma3_text":
+        raise DecoderError(
+            f"config.json: text_config.model_type is {part['model_type']!r}; supported is "
+            "'gemma3_text'"
+        )
+    return part
 
 
 def to_hugging_face(
@@ -163,19 +121,21 @@ def to_hugging_face(
     """The config.json of a decoder; `from_hugging_face` gives the decoder again.
 
     The rotary keys are the old ones, which every release of transformers reads. Ids of special
-    tokens that are not known are null: without the key, transformers would assume 1 and 2.
+    tokens that are not known are null: without the key, transformers would assume some.
     `dtype` is that of the weights beside it.
-    Raises `DecoderError` for what a config.json of this family cannot say.
+    Raises `DecoderError` for what a config.json of the model's family cannot say.
     """
-    if config.qkv_bias != config.output_bias:
+    family = family_of(config.family)
+    if "attention_bias" in family.fields and config.qkv_bias != config.output_bias:
         raise DecoderError(
             "a config.json has one field, attention_bias, for all biases of the attention; this "
             f"model has qkv_bias {config.qkv_bias} and output_bias {config.output_bias}. Give it "
             "biases of zeros where it has none"
         )
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    written: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.name,
         "vocab_size": config.vocabulary,
         "hidden_size": config.width,
         "intermediate_size": config.mlp_width,
@@ -183,75 +143,103 @@ def to_hugging_face(
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": config.activation,
+        family.activation_key: names[config.activation],
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_epsilon,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_scaling(config.rope_scaling),
+        "rope_scaling": rope_scaling_keys(config.rope_scaling),
         "tie_word_embeddings": config.tied,
+    }
+    own = {
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
+        "rope_local_base_freq": config.rope_local_theta,
+        "query_pre_attn_scalar": _whole(config.query_scalar),
+        "attn_logit_softcapping": config.attention_cap,
+        "final_logit_softcapping": config.output_cap,
+    }
+    written |= {key: value for key, value in own.items() if key in family.fields}
+    written |= layer_keys(config, family)
+    _check_same(from_hugging_face(written), config)
+    return written | {
         "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
         "eos_token_id": None if tokenizer is None else tokenizer.eos_id,
+        "pad_token_id": None,
         "torch_dtype": dtype,
     }
 
 
-def _rope_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    if scaling.kind == "divisors":
+def _check_same(read: DecoderConfig, config: DecoderConfig) -> None:
+    differing = [
+        f"{field.name} {getattr(config, field.name)!r} (it would be read as "
+        f"{getattr(read, field.name)!r})"
+        for field in fields(config)
+        if getattr(read, field.name) != getattr(config, field.name)
+    ]
+    if differing:
         raise DecoderError(
-            "a config.json cannot say the rotary scaling 'divisors' (one divisor per frequency, "
-            "as GGUF files have it). Start from the original model's folder instead of its GGUF "
-            "file: its config.json has the rule that the divisors come from"
+            f"a config.json of model_type {config.family!r} cannot say {', '.join(differing)}"
         )
-    group = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        group |= {
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
-    return group
+
+
+def _whole(value: float | None) -> float | int | None:
+    """As a whole number where it is one: transformers wants query_pre_attn_scalar so."""
+    return int(value) if value is not None and value == int(value) else value
 
 
 def numeric_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a config.json that can change numbers, for fingerprints."""
+    config = text_part(config)
+    family = family_of(config.get("model_type"))
     return {
         key: value
         for key, value in config.items()
-        if key not in BOOKKEEPING and value is not None and key not in _OFF
+        if key not in BOOKKEEPING
+        and (value is not None or (key in family.nullable and family.default(key) is not None))
+        and (key not in _OFF or key in family.fields)
     }
 
 
-def _check_family(config: Mapping[str, Any]) -> None:
-    family = config.get("model_type")
-    if family != "llama":
+def _check_architecture(config: Mapping[str, Any], expected: str) -> None:
+    architectures = config.get("architectures")
+    if architectures is not None and architectures != [expected]:
         raise DecoderError(
-            f"config.json: model_type is {family!r}; supported is 'llama'. Another family can be "
-            "given as a function of your own: package.module:function"
-        )
-    architectures = config.get("architectures", ["LlamaForCausalLM"])
-    if architectures != ["LlamaForCausalLM"]:
-        raise DecoderError(
-            f"config.json: architectures is {architectures!r}; supported is ['LlamaForCausalLM']"
+            f"config.json: architectures is {architectures!r}; supported is ['{expected}']"
         )
 
 
-def _check_unknown(config: Mapping[str, Any]) -> None:
+def _check_unknown(config: Mapping[str, Any], family: Family) -> None:
+    _check_architecture(config, family.architecture)
+    off = {**_OFF, **family.off}
     for key, value in config.items():
-        if key in _OFF:
-            if value not in _OFF[key]:
-                raise DecoderError(
-                    f"config.json: {key} is {value!r}, which changes the model's numbers and is "
-                    "not supported"
-                )
-        elif key not in _UNDERSTOOD and key not in BOOKKEEPING:
+        if key in COMMON or key in family.fields or key in BOOKKEEPING:
+            continue
+        if key not in off:
             raise DecoderError(
                 f"config.json: the field {key} ({value!r}) is not understood and may change the "
-                "model's numbers. Remove it from config.json if you know that it does not"
+                "model's numbers"
             )
+        if value not in off[key]:
+            raise DecoderError(
+                f"config.json: {key} is {value!r}, which changes the model's numbers and is "
+                f"not supported for model_type {family.name!r}"
+            )
+
+
+def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The entries and the family's values of absent keys, without nulls."""
+    keys = COMMON | family.fields
+    for key in keys & set(config):
+        null = config[key] is None and key not in family.nullable and key not in _ROPE
+        if null and family.default(key) is not None:
+            raise DecoderError(
+                f"config.json: {key} is null. Leave it out for {family.default(key)!r}, which "
+                "transformers takes for this model_type, or say the value"
+            )
+    values = {key: family.default(key) for key in keys} | dict(config)
+    if config.get("num_local_experts") is not None and "num_experts" not in config:
+        del values["num_experts"]  # the other name of the same
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _head_dim(width: int, heads: int, config: Mapping[str, Any]) -> int | None:
@@ -265,112 +253,29 @@ def _head_dim(width: int, heads: int, config: Mapping[str, Any]) -> int | None:
     return width // heads
 
 
-def _activation(config: Mapping[str, Any]) -> str:
-    name = config.get("hidden_act", "silu")
-    if name not in ACTIVATIONS:
+def _own_flag(config: Mapping[str, Any], key: str, family: Family) -> bool:
+    return flag(config, key, False) if key in family.fields else False
+
+
+def _optional(config: Mapping[str, Any], key: str, family: Family) -> float | None:
+    return number(config, key, 0.0) if key in family.fields and key in config else None
+
+
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    """The activation, which files of Gemma name twice."""
+    found = {}
+    for key in ("hidden_act", "hidden_activation"):
+        if key in config:
+            name = config[key]
+            if name not in _ACTIVATIONS:
+                raise DecoderError(
+                    f"config.json: {key} is {name!r}; supported: {', '.join(_ACTIVATIONS)}"
+                )
+            found[key] = family.activations.get(name, _ACTIVATIONS[name])
+    if len(set(found.values())) > 1:
         raise DecoderError(
-            f"config.json: hidden_act is {name!r}; supported: {', '.join(ACTIVATIONS)}"
+            f"config.json: hidden_act {config['hidden_act']!r} and hidden_activation "
+            f"{config['hidden_activation']!r} disagree; keep the right one as "
+            f"{family.activation_key}"
         )
-    return name
-
-
-# For each rotary type, the keys that belong to it; any other key is an error.
-_ROPE_KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    ),
-}
-
-
-def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from the old keys (rope_theta, rope_scaling) or the new one
-    (rope_parameters, transformers 5), which must agree where both stand."""
-    old = _rope_group(config, "rope_scaling")
-    new = _rope_group(config, "rope_parameters")
-    if old is not None and new is not None and old[1] != new[1]:
-        raise DecoderError(
-            f"config.json: rope_scaling {config['rope_scaling']!r} and rope_parameters "
-            f"{config['rope_parameters']!r} disagree; keep the right one"
-        )
-    thetas = {group[0] for group in (old, new) if group is not None and group[0] is not None}
-    if "rope_theta" in config:
-        thetas.add(_number(config, "rope_theta", 0.0))
-    if len(thetas) > 1:
-        raise DecoderError(
-            f"config.json: rope_theta is given as {sorted(thetas)}; keep the right one"
-        )
-    group = new if new is not None else old
-    return (thetas.pop() if thetas else 10000.0), (group[1] if group is not None else None)
-
-
-def _rope_group(
-    config: Mapping[str, Any], field: str
-) -> tuple[float | None, RopeScaling | None] | None:
-    if field not in config:
-        return None
-    if not isinstance(config[field], Mapping):
-        raise DecoderError(f"config.json: {field} is {config[field]!r}; expected an object")
-    group = {key: value for key, value in config[field].items() if value is not None}
-    names = {group.pop(key) for key in ("rope_type", "type") if key in group}
-    if len(names) > 1:
-        raise DecoderError(f"config.json: {field} names two types: {sorted(map(str, names))}")
-    kind = names.pop() if names else "default"
-    if kind not in _ROPE_KEYS:
-        raise DecoderError(
-            f"config.json: {field} has the type {kind!r}; supported: {', '.join(_ROPE_KEYS)}"
-        )
-    theta = _number(group, "rope_theta", 0.0) if "rope_theta" in group else None
-    group.pop("rope_theta", None)
-    if group.pop("partial_rotary_factor", 1) != 1:
-        raise DecoderError(
-            f"config.json: {field}.partial_rotary_factor is "
-            f"{config[field]['partial_rotary_factor']!r}; supported is 1"
-        )
-    unknown = sorted(set(group) - _ROPE_KEYS[kind])
-    missing = sorted(_ROPE_KEYS[kind] - set(group))
-    if unknown or missing:
-        raise DecoderError(
-            f"config.json: {field} of type {kind!r} needs the keys {sorted(_ROPE_KEYS[kind])}; "
-            f"missing: {missing}, not understood: {unknown}"
-        )
-    return theta, _scaling(kind, group)
-
-
-def _scaling(kind: str, group: Mapping[str, Any]) -> RopeScaling | None:
-    if kind == "default":
-        return None
-    factor = _number(group, "factor", 1.0)
-    if kind == "linear":
-        return RopeScaling("linear", factor=factor)
-    return RopeScaling(
-        "llama3",
-        factor=factor,
-        low_frequency_factor=_number(group, "low_freq_factor", 1.0),
-        high_frequency_factor=_number(group, "high_freq_factor", 1.0),
-        original_positions=_integer(group, "original_max_position_embeddings"),
-    )
-
-
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    if key not in config and default is None:
-        raise DecoderError(f"config.json: the field {key} is missing")
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DecoderError(f"config.json: {key} is {value!r}; expected a whole number")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, default: float) -> float:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DecoderError(f"config.json: {key} is {value!r}; expected a number")
-    return float(value)
-
-
-def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = config.get(key, default)
-    if not isinstance(value, bool):
-        raise DecoderError(f"config.json: {key} is {value!r}; expected true or false")
-    return value
+    return found[family.activation_key]

@@ -11,10 +11,11 @@ from flax import nnx
 from decoder import function_source
 from decoder.checkpoint import Checkpoint
 from decoder.errors import DecoderError
-from decoder.gguf_llama import read_llama
+from decoder.gguf_checkpoint import read_gguf
 from decoder.safetensors_files import read_folder
 from decoder.source import Source, resolve
-from decoder.weights import DTYPES, HEAD, load_decoder
+from decoder.tensor_names import HEAD
+from decoder.weights import DTYPES, load_decoder
 
 _HASHING_THREADS = 4  # sha256 releases the GIL; beyond this, storage is the limit
 
@@ -94,7 +95,7 @@ def _fields(
         "revision": resolved.revision,
         "description": {
             "kind": checkpoint.kind,
-            "family": "llama",
+            "family": checkpoint.config.family,
             "config": asdict(checkpoint.config),
         },
         "vocabulary_rows": checkpoint.config.vocabulary,
@@ -114,7 +115,7 @@ def count_parameters(model: nnx.Module) -> int:
 
 
 def _checkpoint(source: Source) -> Checkpoint:
-    return read_llama(source.files) if source.kind == "gguf" else read_folder(source.files)
+    return read_gguf(source.files) if source.kind == "gguf" else read_folder(source.files)
 
 
 def _load_function(name: str) -> LoadedModel:

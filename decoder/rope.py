@@ -14,16 +14,20 @@ from jaxtyping import Array, Float, Float32, Integer
 from decoder.config import DecoderConfig, RopeScaling
 
 
-def frequencies(config: DecoderConfig) -> Float32[np.ndarray, "half"]:
+def frequencies(config: DecoderConfig, kind: str = "global") -> Float32[np.ndarray, "half"]:
     """Radians per position for each pair of a head, highest first.
+
+    `kind` is that of a layer, "global" or "local" (`DecoderConfig.ropes`).
 
     `theta ** (-2 i / head_dim)`, computed in float32 in the order in which
     transformers does, since at position 1,500 the last bit of a frequency
     is worth 1e-4 radians.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    base = np.float32(1.0) / np.power(np.float32(config.rope_theta), exponents)
-    if config.rope_scaling is None:
+    local = kind == "local" and config.rope_local_theta is not None
+    theta = config.rope_local_theta if local else config.rope_theta
+    base = np.float32(1.0) / np.power(np.float32(theta), exponents)
+    if config.rope_scaling is None or local:
         return base
     return _scale(base, config.rope_scaling)
 
@@ -53,10 +57,10 @@ def _llama3(base: Float32[np.ndarray, "half"], scaling: RopeScaling) -> Float32[
 
 
 def angles(
-    positions: Integer[Array, "length"], config: DecoderConfig
+    positions: Integer[Array, "length"], config: DecoderConfig, kind: str = "global"
 ) -> tuple[Float32[Array, "length half"], Float32[Array, "length half"]]:
     """Cosine and sine of position times frequency."""
-    radians = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies(config))[None, :]
+    radians = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies(config, kind))[None]
     return jnp.cos(radians), jnp.sin(radians)
 
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -49,7 +51,33 @@ def read_folder(folder: Path) -> Checkpoint:
                     "remove the files that do not belong to this checkpoint"
                 )
             tensors[name] = tensor
+    if raw_config.get("model_type") == "gemma3":
+        tensors = _text_tensors(tensors)
     return Checkpoint("safetensors", folder, config, numeric_part(raw_config), tensors)
+
+
+# Of a model that also sees: what belongs to its language model, in the spelling of before and
+# since transformers 5, and what does not.
+_TEXT = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
+
+
+def _text_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The language model's tensors, by the names that they have in a model of its own."""
+    found = {}
+    for name, tensor in tensors.items():
+        if _VISION.fullmatch(name):
+            continue
+        parameter = name
+        for prefix, plain in _TEXT:
+            if name.startswith(prefix):
+                parameter = plain + name.removeprefix(prefix)
+        found[parameter] = replace(tensor, parameter=parameter)
+    return found
 
 
 def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:

@@ -1,6 +1,7 @@
 """Writing a decoder as a Hugging Face folder: config.json, *.safetensors, tokenizer."""
 
 import json
+import math
 import os
 import shutil
 import uuid
@@ -16,8 +17,9 @@ from decoder.config_json import to_hugging_face
 from decoder.errors import DecoderError
 from decoder.model import Decoder
 from decoder.safetensors_files import INDEX
+from decoder.tensor_names import Part, parts
 from decoder.tokenizer import Tokenizer
-from decoder.weights import DTYPES, parameter_name
+from decoder.weights import DTYPES
 
 WEIGHTS = "model.safetensors"
 MOST_BYTES = 5 * 10**9  # of one weight file
@@ -66,22 +68,23 @@ def save_folder(
 
 
 def _write_weights(model: Decoder, folder: Path, dtype: np.dtype, most_bytes: int) -> None:
-    variables = {
-        parameter_name(path): variable for path, variable in nnx.to_flat_state(nnx.state(model))
-    }
-    sizes = {name: variable.size * dtype.itemsize for name, variable in variables.items()}
-    parts = cut(sizes, most_bytes)
+    holders: dict[str, list[tuple[nnx.Variable, Part]]] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        for part in parts(path, variable.shape, model.config):
+            holders.setdefault(part.name, []).append((variable, part))
+    sizes = {name: math.prod(held[0][1].shape) * dtype.itemsize for name, held in holders.items()}
+    cuts = cut(sizes, most_bytes)
     weight_map = {}
-    for number, names in enumerate(parts, start=1):
-        count = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+    for number, names in enumerate(cuts, start=1):
+        count = f"-{number:05d}-of-{len(cuts):05d}" if len(cuts) > 1 else ""
         file = WEIGHTS.replace(".", f"{count}.", 1)
-        tensors = {name: _finite(name, variables[name], dtype) for name in names}
+        tensors = {name: _finite(name, _stored(holders[name]), dtype) for name in names}
         # Older releases of transformers want to be told which library's layout it is.
         save_file(tensors, folder / file, {"format": "pt"})
         # safetensors makes files that their owner alone can read.
         (folder / file).chmod((folder / "config.json").stat().st_mode)
         weight_map |= dict.fromkeys(names, file)
-    if len(parts) > 1:
+    if len(cuts) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_bytes(_json(index))
 
@@ -99,9 +102,19 @@ def cut(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
     return parts
 
 
-def _finite(name: str, variable: nnx.Variable, dtype: np.dtype) -> np.ndarray:
+def _stored(held: list[tuple[nnx.Variable, Part]]) -> np.ndarray:
+    """A stored tensor from the parameters that it holds, one below the other."""
+    held = sorted(held, key=lambda one: one[1].start or 0)
+    values = [
+        variable.get_value() if part.place is None else variable.get_value()[part.place]
+        for variable, part in held
+    ]
+    return np.asarray(values[0]) if len(values) == 1 else np.concatenate(values)
+
+
+def _finite(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     with np.errstate(over="ignore"):
-        values = np.ascontiguousarray(np.asarray(variable.get_value()).astype(dtype))
+        values = np.ascontiguousarray(values.astype(dtype))
     if not np.isfinite(values.astype(np.float32)).all():
         raise DecoderError(
             f"the weight {name} holds numbers that are not finite in {dtype}, so that the model "

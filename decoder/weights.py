@@ -6,8 +6,7 @@ finite; otherwise a `DecoderError` names the tensor.
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import ml_dtypes
@@ -17,38 +16,15 @@ from flax import nnx
 from decoder.checkpoint import Checkpoint, StoredTensor
 from decoder.errors import DecoderError
 from decoder.model import Decoder
+from decoder.tensor_names import EMBEDDING, HEAD, Part, parts
 
 DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
 # Tensors that repeat what the configuration says (rotary frequencies).
 _REPEATED = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight")
-
-_PARTS = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention": "self_attn",
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "output": "o_proj",
-    "gate": "gate_proj",
-    "up": "up_proj",
-    "down": "down_proj",
-    "head": "lm_head",
-}
-
-
-def parameter_name(path: Sequence[Any]) -> str:
-    """Hugging Face's name of the parameter at a path of the model's state."""
-    if path[0] == "embedding":
-        return EMBEDDING
-    parts = [_PARTS.get(str(part), str(part)) for part in path]
-    return ".".join(parts if path[0] == "head" else ["model", *parts])
 
 
 def load_decoder(checkpoint: Checkpoint, dtype: str) -> tuple[Decoder, dict[str, str]]:
@@ -58,17 +34,44 @@ def load_decoder(checkpoint: Checkpoint, dtype: str) -> tuple[Decoder, dict[str,
     """
     abstract = nnx.eval_shape(lambda: Decoder(checkpoint.config, rngs=None, dtype=DTYPES[dtype]))
     graphdef, state = nnx.split(abstract)
-    variables = {parameter_name(path): variable for path, variable in nnx.to_flat_state(state)}
-    _check(checkpoint, {name: variable.shape for name, variable in variables.items()})
+    held: dict[str, list[tuple[nnx.Variable, Part]]] = {}
+    for path, variable in nnx.to_flat_state(state):
+        for part in parts(path, variable.shape, checkpoint.config):
+            held.setdefault(part.name, []).append((variable, part))
+    _check(checkpoint, {name: holders[0][1].shape for name, holders in held.items()})
     digests: dict[str, str] = {}
+    unfinished: dict[int, _Unfinished] = {}
     for name, tensor in checkpoint.tensors.items():
         raw = tensor.read()
         digests[name] = hashlib.sha256(raw.data).hexdigest()
-        if name in variables:
-            variables[name].set_value(jax.device_put(tensor.values(raw, DTYPES[dtype])))
+        if name not in held:
+            continue
+        values = tensor.values(raw, DTYPES[dtype])
+        for variable, part in held[name]:
+            if part.place is None:
+                first = part.start or 0
+                rows = slice(first, first + variable.shape[0])
+                variable.set_value(jax.device_put(values if part.start is None else values[rows]))
+                continue
+            found = unfinished.setdefault(id(variable), _Unfinished(variable.shape, values.dtype))
+            if found.put(part.place, values):
+                variable.set_value(jax.device_put(unfinished.pop(id(variable)).values))
     if checkpoint.config.tied and HEAD in checkpoint.tensors:
         _check_redundant_head(checkpoint, digests)
     return nnx.merge(graphdef, state), digests
+
+
+class _Unfinished:
+    """A parameter that several stored tensors make up, while they come in."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.values, self.left = np.empty(shape, dtype), shape[0]
+
+    def put(self, place: int, values: np.ndarray) -> bool:
+        """Fills one place; whether it was the last."""
+        self.values[place] = values
+        self.left -= 1
+        return not self.left
 
 
 def _check(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:

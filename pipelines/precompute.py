@@ -14,7 +14,7 @@ from cache.format import RUNS, WORK, receipt_key
 from cache.progress import watch
 from cache.runlog import FAILED, RunLog, read_events
 from cache.shards import create_arrays, finished_shards
-from cache.soundness import check_receipts
+from cache.soundness import check_receipts, listed_receipts
 from pipelines.begin import begin
 from pipelines.corpus import combine_digests, part_ranges
 from pipelines.errors import CaptureError, CorpusError
@@ -185,7 +185,8 @@ def _score_shards(plan: Plan) -> int:
         total=total,
         tokens=plan.rows * encoding.length / max(total, 1),
     )
-    have = finished_shards(plan.store)
+    # A receipt that another run wrote late is none.
+    have, _ = listed_receipts(plan.store, plan.manifest, shards, plan.stored_rows)
     _refuse_failed(plan, "shard", [shard for shard in shards if shard not in have])
     return len(pending)
 

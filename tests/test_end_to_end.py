@@ -276,6 +276,7 @@ def test_folders_may_be_anywhere(tmp_path, monkeypatch):
     assert one == other
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_beam")
 def test_beam_with_any_order_and_workers_and_devices(tmp_path, monkeypatch):
     """1, 2 and 8 devices; 1 and 2 processes; forwards and backwards; with and without Beam."""

@@ -13,10 +13,10 @@ import cache
 import stillroom
 from cache.errors import CacheError, DamageError
 from cache.format import BACKUP, MANIFEST, WORK, receipt_key
+from cache.manifest import OtherFormatError
 from cache.repair import find_manifest
 from cache.verify import verify
 from pipelines.errors import PipelineError
-from pipelines.options import PrecomputeOptions
 from tests.attack.conftest import Attacked, Base
 from tests.attack.damage import (
     add_shards_beyond_the_last,
@@ -122,6 +122,12 @@ def test_every_field_of_the_manifest_with_its_digest_made_anew(
     for place in _places(content):
         for changed in (edited(content, place, other_value), without(content, place)):
             path.write_bytes(to_bytes(with_digest(changed)))
+            version = changed.get("version", [])
+            if len(version) == 2 and version[0] != 1:
+                # What a newer Stillroom wrote is none of ours to mend.
+                with pytest.raises(OtherFormatError):
+                    find_manifest(cache.Store(attacked.path))
+                continue
             found = find_manifest(cache.Store(attacked.path))
             if found.restored:
                 assert found.manifest == base.manifest
@@ -152,7 +158,6 @@ def test_every_field_of_the_manifest_with_its_digest_made_anew(
         ("statistics", "entropy"),
         ("bytes", "tokens"),
         ("state",),
-        ("version", 0),
     ],
 )
 def test_a_forged_manifest_that_the_rest_contradicts(
@@ -328,4 +333,3 @@ def test_the_command_train_ends_with_an_error_that_names_it(
 def test_verify_of_what_is_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stillroom.main(["verify", str(tmp_path), "--full"]) == 1
     assert "is not a cache" in capsys.readouterr().err
-    assert PrecomputeOptions is not None

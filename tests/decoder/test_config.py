@@ -31,7 +31,7 @@ GOOD = DecoderConfig(
         ({"rope_theta": 0.0}, "rope_theta is 0.0; it must be above 0"),
         ({"rope_theta": math.nan}, "rope_theta is nan"),
         ({"norm_epsilon": -1.0}, "norm_epsilon is -1.0"),
-        ({"activation": "gelu"}, "activation 'gelu' is not supported; supported: silu"),
+        ({"activation": "relu"}, "activation 'relu' is not supported; supported: silu, gelu_tanh"),
         (
             {"rope_scaling": RopeScaling("divisors", divisors=(1.0, 2.0))},
             "2 rotary divisors for head_dim 8: expected 4",

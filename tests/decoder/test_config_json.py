@@ -126,10 +126,13 @@ def test_biases() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"model_type": "gemma2"}, "model_type is 'gemma2'; supported is 'llama'"),
+        ({"model_type": "gpt_neox"}, "model_type is 'gpt_neox'; supported: llama, mistral, qwen2"),
         ({"model_type": None}, "model_type is None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
+        (
+            {"hidden_act": "relu2"},
+            "hidden_act is 'relu2'; supported: silu, gelu_pytorch_tanh, gelu",
+        ),
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),

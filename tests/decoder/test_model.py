@@ -138,9 +138,10 @@ def test_head_mapping_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head h on key head h mod n instead of h // (heads / n)."""
     attend = decoder.attention.attend
 
-    def interleaved(queries, keys, values, mask):
+    def interleaved(queries, keys, values, mask, *options):
         tiled = queries.shape[1] // keys.shape[1]
-        return attend(queries, jnp.tile(keys, (1, tiled, 1)), jnp.tile(values, (1, tiled, 1)), mask)
+        keys, values = jnp.tile(keys, (1, tiled, 1)), jnp.tile(values, (1, tiled, 1))
+        return attend(queries, keys, values, mask, *options)
 
     monkeypatch.setattr(decoder.model, "attend", interleaved)
     assert error("grouped_tied", score=retraced()) > 1e-2
@@ -180,7 +181,7 @@ def test_segment_mask_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, segments, positions = packed_pair(70, 40, 18)
     alone = row_logits(asset("grouped_tied"), tokens[70:110])
     monkeypatch.setattr(
-        decoder.model, "segment_mask", lambda segments: jnp.tril(jnp.ones((128, 128), bool))
+        decoder.model, "segment_mask", lambda segments, window: jnp.tril(jnp.ones((128, 128), bool))
     )
     leaking = row_logits(asset("grouped_tied"), tokens, segments, positions, retraced())
     assert np.abs(leaking[70:110] - alone).max() > 1e-2

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from decoder.errors import DecoderError
 from decoder.loading import LoadedModel, load_model
 from decoder.model import Decoder
-from decoder.weights import parameter_name
+from decoder.tensor_names import parameter_name
 from tests.models import write_tiny_teacher
 
 

@@ -368,6 +368,7 @@ def test_a_command_that_is_killed_twice(work):
     assert small.stored(out) == small.stored(work / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_beam")
 def test_a_command_whose_worker_is_killed_and_that_is_then_interrupted(work):
     out = work / "stopped"

@@ -83,7 +83,7 @@ def test_sizes_from_a_file(tmp_path: Path, given: dict[str, int]) -> None:
         ("{", "not valid JSON"),
         ("[]", "holds no JSON object"),
         (json.dumps({**WRITTEN, "hidden_size": None}), "hidden_size is missing"),
-        (json.dumps({**WRITTEN, "experts": 8}), "experts"),
+        (json.dumps({**WRITTEN, "adapters": 8}), "adapters"),
     ],
 )
 def test_files_that_hold_no_sizes(tmp_path: Path, text: str | None, message: str) -> None:
@@ -137,7 +137,7 @@ def changed(**changes: Any) -> dict[str, Any]:
     [
         (None, "config is None"),
         ({"width": 8}, "lacks .*'vocabulary'"),
-        (changed(experts=8), "unknown .*'experts'"),
+        (changed(adapters=8), "unknown .*'adapters'"),
         (changed(layers="2"), "layers is '2', expected int"),
         (changed(layers=True), "layers is True, expected int"),
         (changed(tied=1), "tied is 1, expected bool"),

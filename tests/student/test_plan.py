@@ -169,7 +169,7 @@ def test_a_cache_is_found_from_any_folder(folder, monkeypatch):
 # `temperature` and `precision` are recorded as they were resolved; the cache by its content.
 FREE = {
     *("cache", "out", "accumulation", "remat", "chunk", "checkpoint_every", "evaluate_every"),
-    *("keep", "keep_best", "track", "project"),
+    *("keep", "keep_best", "track", "project", "local_copy"),
 }
 
 
@@ -189,6 +189,7 @@ def test_what_decides_a_run(folder):
     )
     same = {"accumulation": 2, "remat": True, "chunk": 3, "keep": 9, "keep_best": False}
     same |= {"checkpoint_every": 7, "evaluate_every": 3, "track": ("wandb",), "project": "x"}
+    same |= {"local_copy": None}
     assert set(same) | {"cache", "out"} == FREE
     assert decides(make_plan(asked(folder, out="elsewhere", **same))) == found
     # What is unset and what it stands for are the same.

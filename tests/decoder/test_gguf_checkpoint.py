@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 
 from decoder.config import RopeScaling
 from decoder.errors import DecoderError
-from decoder.gguf_llama import read_llama
+from decoder.gguf_checkpoint import read_gguf
 from decoder.loading import fingerprint_model, load_model
 from decoder.model import Decoder
-from decoder.weights import parameter_name
+from decoder.tensor_names import parameter_name
 from tests.models import smollm2_path, write_tiny_teacher
 
 NAMES = {
@@ -121,7 +121,7 @@ def test_equals_the_folder_it_was_made_from(tmp_path: Path, layout: dict) -> Non
     assert folder.keys() == file.keys()
     for name, values in folder.items():
         np.testing.assert_array_equal(file[name], values)
-    assert read_llama(path).config == load_config(tmp_path)
+    assert read_gguf(path).config == load_config(tmp_path)
 
 
 def load_config(folder: Path) -> object:
@@ -168,7 +168,7 @@ def test_rotary_divisors(tmp_path: Path) -> None:
     write_tiny_teacher(tmp_path)
     divisors = np.asarray([1.0, 1.0, 3.0, 8.0], np.float32)
     path = write_gguf(tmp_path, edit=lambda t: t.update({"rope_freqs.weight": divisors}))
-    config = read_llama(path).config
+    config = read_gguf(path).config
     assert config.rope_scaling == RopeScaling("divisors", divisors=(1.0, 1.0, 3.0, 8.0))
     load_model(str(path))
     path = write_gguf(tmp_path, edit=lambda t: t.update({"rope_freqs.weight": divisors[:3]}))
@@ -180,7 +180,7 @@ def test_linear_scaling(tmp_path: Path) -> None:
     write_tiny_teacher(tmp_path)
     fields = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     path = write_gguf(tmp_path, fields=fields)
-    assert read_llama(path).config.rope_scaling == RopeScaling("linear", 4.0)
+    assert read_gguf(path).config.rope_scaling == RopeScaling("linear", 4.0)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,10 @@ def test_refuses(tmp_path: Path, fields: dict, text: str) -> None:
 
 
 def test_another_architecture(tmp_path: Path) -> None:
-    path = write_gguf(write_tiny_teacher(tmp_path), architecture="qwen2")
-    with pytest.raises(DecoderError, match="is of the architecture 'qwen2'; supported is 'llama'"):
+    path = write_gguf(write_tiny_teacher(tmp_path), architecture="phi3")
+    with pytest.raises(
+        DecoderError, match="is of the architecture 'phi3'; supported: llama, qwen2"
+    ):
         load_model(str(path))
 
 
@@ -249,7 +251,7 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
 
 def test_smollm2() -> None:
     """The real teacher's sizes; its numbers are compared in tests/parity."""
-    checkpoint = read_llama(smollm2_path())
+    checkpoint = read_gguf(smollm2_path())
     config = checkpoint.config
     assert (config.layers, config.width, config.heads, config.kv_heads) == (30, 576, 9, 3)
     assert (config.head_dim, config.mlp_width, config.vocabulary) == (64, 1536, 49152)
