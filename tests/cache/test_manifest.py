@@ -1,4 +1,4 @@
-"""The manifest: round trips, versions, every edit, extents, and anything as its bytes."""
+"""The manifest: round trips, versions, every edit, and anything as its bytes."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cache
 from cache.errors import CacheError, DamageError
 from cache.jsonfields import digest
-from cache.manifest import Extent, Manifest, read_manifest
+from cache.manifest import Manifest, read_manifest
 from cache.storage import Store
 from tests.cache.builder import Built, make_encoding, open_manifest
 
@@ -159,7 +159,7 @@ def _read_or_refuse(data: bytes) -> Manifest | None:
         (("format",), "other", "says format 'other', expected 'stillroom-cache'"),
         (("version",), [2, 0], r"format version 2\.0; this Stillroom reads version 1\.x"),
         (("version",), [0, 9], r"format version 0\.9"),
-        (("version",), [1], "format version 1;"),
+        (("version",), [1], "has the version .1.; expected two numbers"),
         (("version",), ["1", "0"], "field 'version'"),
         (("required_features",), ["rotated", "zipped"], "does not have: rotated, zipped"),
         (("state",), "half", "field 'state' should be one of open, complete"),
@@ -271,52 +271,6 @@ def test_with_corpus(opened: Manifest) -> None:
     known = opened.with_corpus(digest="0", parts=["a"])
     assert known.corpus == {**opened.corpus, "digest": "0", "parts": ["a"]}
     assert opened.corpus["digest"] == "d" * 64
-
-
-def _with_extents(manifest: Manifest, *rows: int) -> Manifest:
-    assert manifest.statistics is not None
-    extents, shard = [], 0
-    for count in rows:
-        shards = manifest.encoding.shards(count)
-        corpus = {"digest": f"digest-{shard}", "documents": 5} if shard else None
-        extents.append(Extent(shard, shards, count, corpus, {"documents": 5} if shard else None))
-        shard += shards
-    return replace(
-        manifest,
-        extents=tuple(extents),
-        receipts=tuple(manifest.receipts[0] for _ in range(shard)),
-        statistics=replace(manifest.statistics, rows=sum(rows)),
-    )
-
-
-def test_extents(exact_cache: Built) -> None:
-    """A partly filled last shard stays as it is when a later capture adds shards."""
-    manifest = _with_extents(exact_cache.manifest, 10, 4, 1)
-    assert (manifest.rows, manifest.shards, manifest.stored_rows) == (15, 5, 17)
-    spans = [manifest.shard_rows(shard) for shard in range(5)]
-    assert spans == [(0, 4), (4, 8), (8, 10), (12, 16), (16, 17)]
-    assert _read(manifest.to_bytes()) == manifest
-    for shard in (-1, 5):
-        with pytest.raises(CacheError, match=f"the cache has shards 0 to 4, not {shard}"):
-            manifest.shard_rows(shard)
-    assert [manifest.extent_at(shard) for shard in range(5)] == [0, 0, 0, 1, 2]
-
-
-def test_every_extent_is_of_a_corpus_of_its_own(exact_cache: Built) -> None:
-    manifest = _with_extents(exact_cache.manifest, 10, 4, 1)
-    own = manifest.corpus["documents"]
-    assert manifest.documents == own + 10
-    assert manifest.identity == exact_cache.manifest.identity
-    identities = manifest.identities()
-    assert identities == [
-        manifest.identity,
-        *(replace(manifest, corpus={"digest": f"digest-{shard}"}).identity for shard in (3, 4)),
-    ]
-    assert len(set(identities)) == 3
-    for corpus in (None, {}, {"digest": "d"}, {"documents": 3}, {"digest": 1, "documents": 3}):
-        extents = (*manifest.extents[:2], replace(manifest.extents[2], corpus=corpus))
-        with pytest.raises(CacheError, match="an appended extent should have a corpus of its own"):
-            replace(manifest, extents=extents)
 
 
 def test_an_open_manifest_of_a_later_extent(opened: Manifest) -> None:
