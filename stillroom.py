@@ -14,11 +14,15 @@ Names are imported when first used, so that looking into a cache imports neither
 
 from __future__ import annotations
 
+import _thread
 import dataclasses
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -146,7 +150,7 @@ Run a teacher over a corpus once, keep what students need of it, train any numbe
   append       add documents to a finished cache, with the same teacher; resumes
   audit        score some rows of a cache again, and compare
   inspect      look into a cache: summary, a shard, a row, a position
-  verify       check a cache: quickly, or every byte
+  verify       check a cache: quickly, or every byte; repair it
   derive       cut, thin, round or join caches into a new one; resumes
   copy         copy a cache to another storage; resumes
   compare      compare capture settings: bytes per token, and what they lose
@@ -158,11 +162,63 @@ Run a teacher over a corpus once, keep what students need of it, train any numbe
 """
 
 
+class _Interrupts:
+    """Ctrl-C that is not lost, while a command runs; a context manager.
+
+    Python raises KeyboardInterrupt wherever the main thread is. Where that is a callback of the
+    garbage collector, a finaliser or native code, nobody can catch it: it is reported as
+    unraisable and forgotten, and the command would go on. While a library is imported, it may
+    become an error of that import.
+
+    Outside the main thread, which alone gets signals, it does nothing. Whoever sets another
+    handler meanwhile, as training does to save a checkpoint, gets the signals instead.
+
+    Attributes:
+      asked: whether Ctrl-C was pressed.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> _Interrupts:
+        self._active = threading.current_thread() is threading.main_thread()
+        if self._active:
+            self._handler = signal.signal(signal.SIGINT, self._interrupt)
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._active:
+            signal.signal(signal.SIGINT, self._handler)
+            sys.unraisablehook = self._hook
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        raise KeyboardInterrupt
+
+    def _unraisable(self, lost: Any) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            # Raised from here it would be lost again; so in a moment, elsewhere.
+            threading.Timer(0.05, _thread.interrupt_main).start()
+        else:
+            self._hook(lost)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command line. Returns the exit code: 0, 1 (failed), 2 (usage), 130 (stopped)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    with _Interrupts() as interrupts:
+        code = _main(words, debug, interrupts)
+    if code == _STOPPED and arguments is None:
+        # Threads of native code may be at work still, which an ordinary exit crashes.
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _main(words: list[str], debug: bool, interrupts: _Interrupts) -> int:
     try:
         try:
             return _run(words)
@@ -170,19 +226,26 @@ def main(arguments: list[str] | None = None) -> int:
             # Here and not at the exit, where a reader that has gone would be a traceback.
             sys.stdout.flush()
     except KeyboardInterrupt:
-        resumes = bool(words) and words[0] in _RESUMES
-        again = " Run the same command again: it goes on where it stopped." if resumes else ""
-        sys.stderr.write(f"\nStopped.{again}\n")
-        return 130
+        return _stopped(words)
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if interrupts.asked and not debug:
+            # Whatever was interrupted made an error of its own of it.
+            return _stopped(words)
         if debug or not isinstance(error, _user_errors()):
             raise
         sys.stderr.write(f"stillroom {words[0]}: {error}\n")
         return 1
+
+
+def _stopped(words: list[str]) -> int:
+    resumes = bool(words) and words[0] in _RESUMES
+    again = " Run the same command again: it goes on where it stopped." if resumes else ""
+    sys.stderr.write(f"\nStopped.{again}\n")
+    return _STOPPED
 
 
 def _run(words: list[str]) -> int:
@@ -407,6 +470,7 @@ def _parse(options: type[_Options], command: str, words: list[str]) -> _Options:
 
 
 # Commands that can be stopped at any time and go on where they were.
+_STOPPED = 130
 _RESUMES = ("precompute", "append", "derive", "copy", "train")
 _COMMANDS = {
     "precompute": _precompute,

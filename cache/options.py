@@ -55,7 +55,8 @@ class VerifyOptions:
     full: bool = False
     """Read every byte: checksums, digests, and whether the values make sense together."""
     repair: bool = False
-    """Remove the receipts of what is broken, so that the same precompute redoes exactly that."""
+    """Restore what follows from the rest, and remove the receipts of what is broken, so that the
+    command that made the cache redoes exactly that."""
     json: bool = False
     """Print JSON."""
 
@@ -86,7 +87,8 @@ class DeriveOptions:
     places: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SRC [SRC …] OUT")
     ]
-    """The caches to derive from, several are joined; and, last, where the new one goes."""
+    """The caches to derive from, several are joined; and, last, where the new one goes. Folders,
+    s3:// or gs:// addresses; sources also http://."""
 
     k: int | None = None
     """Entries per position, fewer than there are."""

@@ -304,15 +304,17 @@ def _tensor(
         header.path,
         tensor.offset,
         tensor.size,
-        _decoder(tensor.type),
+        block_decoder(tensor.type),
         order,
         added,
     )
 
 
-def _decoder(
+def block_decoder(
     kind: GGMLQuantizationType,
 ) -> Callable[[UInt8[np.ndarray, "..."]], Float32[np.ndarray, "..."]]:
+    """What turns the bytes of whole rows of this type into numbers."""
+
     def decode(raw: UInt8[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
         if kind == GGMLQuantizationType.F32:
             return raw.view("<f4")

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import jax
 from flax import nnx
 
 from decoder import function_source
@@ -15,7 +16,7 @@ from decoder.gguf_checkpoint import read_gguf
 from decoder.safetensors_files import read_folder
 from decoder.source import Source, resolve
 from decoder.tensor_names import HEAD
-from decoder.weights import DTYPES, load_decoder
+from decoder.weights import DTYPES, Place, load_decoder
 
 _HASHING_THREADS = 4  # sha256 releases the GIL; beyond this, storage is the limit
 
@@ -51,11 +52,19 @@ class LoadedModel(ModelDescription):
     model: nnx.Module
 
 
-def load_model(source: str, revision: str | None = None, dtype: str = "float32") -> LoadedModel:
+def load_model(
+    source: str,
+    revision: str | None = None,
+    dtype: str = "float32",
+    place: Place = jax.device_put,
+) -> LoadedModel:
     """Load a folder, hub name, GGUF file or `package.module:function`.
 
     `dtype` ("float32" or "bfloat16") is that of the parameters and, with it, of
-    the computation; a function chooses its own. Raises `DecoderError`.
+    the computation; a function chooses its own. `place` puts each parameter onto
+    devices as soon as it is read, for a model that no device holds as a whole:
+    `lambda values: jax.device_put(values, sharding)`; a function's are where it puts
+    them. Raises `DecoderError`.
     """
     if dtype not in DTYPES:
         raise DecoderError(f"dtype is {dtype!r}; supported: {', '.join(DTYPES)}")
@@ -63,7 +72,7 @@ def load_model(source: str, revision: str | None = None, dtype: str = "float32")
     if resolved.function is not None:
         return _load_function(resolved.function)
     checkpoint = _checkpoint(resolved)
-    model, digests = load_decoder(checkpoint, dtype)
+    model, digests = load_decoder(checkpoint, dtype, place)
     return LoadedModel(**_fields(source, resolved, checkpoint, digests), model=model)
 
 

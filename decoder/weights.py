@@ -6,7 +6,7 @@ finite; otherwise a `DecoderError` names the tensor.
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import ml_dtypes
@@ -23,14 +23,20 @@ DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
+# Puts one parameter's numbers onto devices.
+Place = Callable[[np.ndarray], jax.Array]
+
 # Tensors that repeat what the configuration says (rotary frequencies).
 _REPEATED = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight")
 
 
-def load_decoder(checkpoint: Checkpoint, dtype: str) -> tuple[Decoder, dict[str, str]]:
+def load_decoder(
+    checkpoint: Checkpoint, dtype: str, place: Place = jax.device_put
+) -> tuple[Decoder, dict[str, str]]:
     """The filled model, and the sha256 of each tensor's bytes as they were read.
 
-    Tensors are read one at a time: the host holds the model and one tensor.
+    Tensors are read one at a time and placed at once: the host holds one tensor, and of the model
+    what `place` leaves there.
     """
     abstract = nnx.eval_shape(lambda: Decoder(checkpoint.config, rngs=None, dtype=DTYPES[dtype]))
     graphdef, state = nnx.split(abstract)
@@ -51,11 +57,11 @@ def load_decoder(checkpoint: Checkpoint, dtype: str) -> tuple[Decoder, dict[str,
             if part.place is None:
                 first = part.start or 0
                 rows = slice(first, first + variable.shape[0])
-                variable.set_value(jax.device_put(values if part.start is None else values[rows]))
+                variable.set_value(place(values if part.start is None else values[rows]))
                 continue
             found = unfinished.setdefault(id(variable), _Unfinished(variable.shape, values.dtype))
             if found.put(part.place, values):
-                variable.set_value(jax.device_put(unfinished.pop(id(variable)).values))
+                variable.set_value(place(unfinished.pop(id(variable)).values))
     if checkpoint.config.tied and HEAD in checkpoint.tensors:
         _check_redundant_head(checkpoint, digests)
     return nnx.merge(graphdef, state), digests

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -180,6 +182,47 @@ def test_an_interrupt_has_its_own_exit_code(capsys, folder, monkeypatch):
     code, _, err = run(capsys, *small.command_words(small.options(folder)))
     assert code == 130
     assert "Stopped. Run the same command again" in err
+
+
+class _Finalised:
+    """Ctrl-C comes while the interpreter is where no exception can be raised."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_python_loses_is_raised_again(capsys, folder, monkeypatch):
+    def interrupted(_: object) -> None:
+        _Finalised()
+        # The exception was lost: work goes on. It comes again.
+        for _ in range(1000):
+            time.sleep(0.01)
+        raise AssertionError("the interrupt was lost")
+
+    monkeypatch.setattr("pipelines.precompute.begin", interrupted)
+    before = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    code, _, err = run(capsys, *small.command_words(small.options(folder)))
+    assert code == 130
+    assert "Stopped. Run the same command again" in err
+    assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == before
+
+
+def test_an_interrupt_that_becomes_another_error(capsys, folder, monkeypatch):
+    def interrupted(_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise ImportError("initialization failed") from error
+
+    monkeypatch.setattr("pipelines.precompute.begin", interrupted)
+    words = small.command_words(small.options(folder))
+    code, _, err = run(capsys, *words)
+    assert (code, err) == (
+        130,
+        "\nStopped. Run the same command again: it goes on where it stopped.\n",
+    )
+    with pytest.raises(ImportError, match="initialization failed"):
+        stillroom.main([*words, "--debug"])
 
 
 # Inspect.

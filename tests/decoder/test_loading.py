@@ -3,8 +3,12 @@
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from decoder.errors import DecoderError
@@ -92,3 +96,32 @@ def test_names_shapes_and_dtypes_are_part_of_it(tmp_path: Path) -> None:
     swapped = fingerprint_model(source)
     save_file({name: values.astype(np.float16) for name, values in tensors.items()}, path)
     assert len({before, swapped, fingerprint_model(source)}) == 3
+
+
+def test_a_model_over_several_devices_has_a_full_copy_on_none(tmp_path: Path) -> None:
+    """Each parameter goes from the file to its devices, with no device in between."""
+    write_tiny_teacher(tmp_path, vocabulary=320, width=32, heads=8, kv_heads=8)
+    devices = jax.devices()[:4]
+    mesh = Mesh(np.array(devices), ("devices",), axis_types=(AxisType.Auto,))
+    cut = NamedSharding(mesh, PartitionSpec("devices"))
+    placed: list[int] = []
+
+    def place(values: np.ndarray) -> jax.Array:
+        placed.append(values.nbytes)
+        return jax.device_put(values, cut)
+
+    whole = load_model(str(tmp_path), dtype="bfloat16")
+    spread = load_model(str(tmp_path), dtype="bfloat16", place=place)
+    assert spread.fingerprint == whole.fingerprint
+    assert sum(placed) == 2 * whole.parameters
+    held = dict.fromkeys(devices, 0)
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(spread.model)),
+        jax.tree.leaves(nnx.state(whole.model)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == jnp.bfloat16
+        for part in ours.addressable_shards:
+            held[part.device] += part.data.nbytes
+    assert set(held.values()) == {sum(placed) // 4}

@@ -38,6 +38,13 @@ _GEMMA = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10}
 # name is another.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": _LLAMA3, "num_hidden_layers": 2},
+    # Llama 2 and 3, SmolLM 2: positions as they are.
+    "llama_plain": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 2,
+    },
     "mistral": {"sliding_window": 24, "num_hidden_layers": 3},
     "mistral_full": {"model_type": "mistral", "sliding_window": None, "num_hidden_layers": 2},
     "qwen2": {

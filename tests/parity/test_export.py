@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from decoder.config import DecoderConfig, RopeScaling
-from decoder.model import Decoder
 from decoder.saving import save_folder
 from decoder.tokenizer import load_tokenizer
 from tests.assets.make_checkpoints import reference_logits
+from tests.decoder.random_models import random_model
 from tests.models import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
@@ -41,18 +40,6 @@ CONFIGS = {
     "llama3": replace(PLAIN, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 128)),
     "linear": replace(PLAIN, rope_scaling=RopeScaling("linear", 4.0), tied=True),
 }
-
-
-def random_model(config: DecoderConfig) -> Decoder:
-    """Weights of deviation 0.25, norms around 1: logits of a few units."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=None)))
-    random = np.random.default_rng(0)
-    flat = []
-    for path, one in nnx.to_flat_state(state):
-        center = 1.0 if str(path[-2]).endswith("norm") else 0.0
-        values = random.normal(center, 0.25, one.shape)
-        flat.append((path, one.replace(jnp.asarray(values, one.dtype))))
-    return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 @pytest.mark.parametrize("files", ["one", "several"])
