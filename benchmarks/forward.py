@@ -4,8 +4,9 @@
 
 Needs torch and transformers, which `make parity` installs. Both sides compute float32 logits of
 every position of the same rows from the same files, with as many threads as they take by
-themselves, and agree to 1e-3 before they are timed. Speed: in one process, in turn. Memory: each
-side in a process of its own, its highest resident size above what it was after the imports.
+themselves (torch in one thread as well; the better counts), and agree to 1e-3 before they are
+timed. Speed: in one process, in turn. Memory: each side in a process of its own, its highest
+resident size above what it was after the imports.
 """
 
 from __future__ import annotations
@@ -123,21 +124,28 @@ def _ours(folder: Path, case: Case) -> Callable[[], np.ndarray]:
     return lambda: np.asarray(score(state, tokens))
 
 
-def _theirs(folder: Path, case: Case) -> Callable[[], np.ndarray]:
+def _theirs(folder: Path, case: Case, threads: int | None = None) -> Callable[[], np.ndarray]:
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = torch.tensor(_tokens(case, _vocabulary(folder)))
+    usual = torch.get_num_threads()
 
     def run() -> np.ndarray:
+        torch.set_num_threads(threads or usual)
         with torch.inference_mode():
             return model(tokens, use_cache=False).logits.numpy()
 
     return run
 
 
-_SIDES = {"ours": _ours, "transformers": _theirs}
+def _theirs_in_one_thread(folder: Path, case: Case) -> Callable[[], np.ndarray]:
+    """Faster where other work takes a core: torch's threads wait for each other at every step."""
+    return _theirs(folder, case, threads=1)
+
+
+_SIDES = {"ours": _ours, "transformers": _theirs, "one thread": _theirs_in_one_thread}
 
 
 def _status(key: str) -> int:
@@ -170,14 +178,15 @@ def speed(quick: bool, folder: Path) -> list[Finding]:
         place = _write(case, folder / case.name.replace(" ", "-").replace(",", ""))
         sides = {name: make(place, case) for name, make in _SIDES.items()}
         logits = {name: run() for name, run in sides.items()}
-        apart = float(np.abs(logits["ours"] - logits["transformers"]).max())
+        apart = max(float(np.abs(logits["ours"] - other).max()) for other in logits.values())
         if apart > 1e-3:
             raise SystemExit(f"{case.name}: the logits differ by {apart:.1e}")
         del logits
         seconds = in_turn(sides, rounds=3 if quick else 7)
         count = case.rows * case.length
         rates = {name: count / statistics.median(times) for name, times in seconds.items()}
-        peaks = {name: _peak_apart(name, place, case) for name in _SIDES}
+        peaks = {name: _peak_apart(name, place, case) for name in ("ours", "transformers")}
+        best = max(("transformers", "one thread"), key=lambda name: rates[name])
         what = f"{case.name}, {case.rows} × {case.length} tokens"
         details = {"seconds": seconds, "peaks": peaks, "largest difference": apart}
         found.append(
@@ -186,8 +195,9 @@ def speed(quick: bool, folder: Path) -> list[Finding]:
                 what,
                 f"{rates['ours']:,.0f} tokens/s",
                 f"transformers {metadata.version('transformers')}, torch "
-                f"{metadata.version('torch')}: {rates['transformers']:,.0f} tokens/s",
-                ratio(seconds["transformers"], seconds["ours"]),
+                f"{metadata.version('torch')}: {rates['transformers']:,.0f}, in one thread "
+                f"{rates['one thread']:,.0f} tokens/s",
+                ratio(seconds[best], seconds["ours"]),
                 goal=Goal("at least", 1),
                 details=details,
             )

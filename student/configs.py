@@ -65,9 +65,11 @@ def scratch_config(source: str, vocabulary: int, length: int) -> DecoderConfig:
     else:
         parsed = _read(Path(source).expanduser())
         try:
-            config = from_hugging_face({**parsed, "vocab_size": vocabulary})
+            sized = from_hugging_face({**parsed, "vocab_size": vocabulary})
         except DecoderError as error:
             raise StudentError(f"--student {source}: {error}") from error
+        # A config.json of several parts has one of its own further in.
+        config = replace(sized, vocabulary=vocabulary)
     return replace(config, max_positions=max(config.max_positions, length))
 
 

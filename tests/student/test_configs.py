@@ -76,6 +76,22 @@ def test_sizes_from_a_file(tmp_path: Path, given: dict[str, int]) -> None:
     assert (config.vocabulary, config.max_positions) == (300, 100)
 
 
+def test_a_config_of_several_parts_gets_the_vocabulary_of_the_cache(tmp_path: Path) -> None:
+    text = {
+        "model_type": "gemma3_text",
+        "vocab_size": 48,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert scratch_config(str(path), 300, 8).vocabulary == 300
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
