@@ -23,7 +23,7 @@ from cache.manifest import Manifest, read_manifest
 from cache.receipt import Receipt, data_digest
 from cache.shards import TakenOverError, array_chunk_key, create_arrays
 from cache.soundness import damage_at
-from cache.storage import Store, decode_chunk
+from cache.storage import Store, decode_chunk, place_of
 
 # Shards under way at a time; each holds one array's file, as stored and decoded.
 _WORKERS = 4
@@ -66,7 +66,13 @@ def copy(
       TakenOverError: another run began to write to the destination.
       StorageError: storage refused to read or write.
     """
-    return _Copying(Store(source), Store(destination)).run(progress or (lambda done, total: None))
+    store, out = Store(source), Store(destination)
+    if place_of(out.location).startswith(f"{place_of(store.location)}/"):
+        raise CacheError(
+            f"{out.location} is inside {store.location}, which it would be a copy of. Choose "
+            "another place."
+        )
+    return _Copying(store, out).run(progress or (lambda done, total: None))
 
 
 class _Copying:

@@ -11,7 +11,6 @@ import hashlib
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ from cache.runlog import RunLog
 from cache.shards import create_arrays, finished_shards, read_receipts, write_shard
 from cache.soundness import check_receipts
 from cache.statistics import combine
-from cache.storage import Store
+from cache.storage import Store, place_of
 from cache.verify import WORK_UNFINISHED, verify
 
 # Entries that are worked on at a time: some tens of megabytes in float64.
@@ -114,20 +113,15 @@ def derive(options: DeriveOptions) -> Derived:
 
 def _check_outside(options: DeriveOptions) -> None:
     """Refuses to write into a source."""
-    out = _place(options.out)
+    out = place_of(options.out)
     for source in options.sources:
-        place = _place(source)
+        place = place_of(source)
         if out == place or out.startswith(f"{place}/"):
             where = "is" if out == place else "is inside"
             raise CacheError(
                 f"{options.out} {where} {source}, which it would be derived from. Choose another "
                 "place."
             )
-
-
-def _place(location: str) -> str:
-    local = Store(location).local
-    return location.rstrip("/") if local is None else str(Path(local).resolve())
 
 
 def _plan(options: DeriveOptions) -> _Plan:

@@ -369,3 +369,9 @@ def _remove_empty_folders(folder: Path) -> None:
     for path, _, _ in os.walk(folder, topdown=False):
         if not os.listdir(path):
             os.rmdir(path)
+
+
+def place_of(location: str) -> str:
+    """A location in the form in which places can be compared: an absolute path, or an address."""
+    local = Store(location).local
+    return location.rstrip("/") if local is None else str(Path(local).resolve())

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from cache.filling import begin_work, missing_shards
+from cache.format import WORK
 from cache.manifest import Manifest, read_manifest
 from cache.storage import Store
 from pipelines.agreement import setting_differences, work_differences
 from pipelines.begin import Wanted, again, finished, what_is_wanted, write_tokenizer
 from pipelines.errors import CaptureError
 from pipelines.options import AppendOptions
+from pipelines.parts import parts_folder
 from pipelines.plan import Plan, options_of
 from pipelines.precompute import Outcome, fill
 
@@ -64,6 +66,9 @@ def append(options: AppendOptions) -> Outcome:
         )
     extent = _extent_with(complete, wanted)
     if extent is None:
+        if store.read(WORK) is None:
+            # Of work that was given up: rows of other documents, which must not pass for ours.
+            store.delete_folder(parts_folder(opened.first_shard))
         manifest = begin_work(store, opened, lambda found: work_differences(found, opened))
         return fill(replace(wanted.plan, manifest=manifest, finished=complete))
     return _known(wanted, complete, extent)

@@ -455,3 +455,11 @@ def test_the_backup_is_the_sources(exact_cache: Built, tmp_path: Path) -> None:
     data = (exact_cache.path / MANIFEST).read_bytes()
     assert (tmp_path / "copy" / MANIFEST).read_bytes() == data
     assert (tmp_path / "copy" / BACKUP).read_bytes() == data
+
+
+def test_a_copy_inside_of_the_cache_is_refused(tmp_path: Path) -> None:
+    built = make_cache(tmp_path / "source")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CacheError, match=r"is inside .*source, which it would be a copy of"):
+        copy(built.path, built.path / "inner")
+    assert sorted(tmp_path.rglob("*")) == before

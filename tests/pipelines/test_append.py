@@ -18,6 +18,7 @@ from pipelines.append import append
 from pipelines.errors import CaptureError, CorpusError
 from pipelines.options import AppendOptions
 from student.split import split_rows
+from tests.cache.builder import same
 from tests.models import write_tiny_teacher
 from tests.pipelines import small
 from tests.pipelines.small import capture, stored
@@ -185,6 +186,26 @@ def test_another_addition_waits(
     with pytest.raises(CacheError, match=r"other work .* is not finished:\n  its documents are of"):
         append(_options(tmp_path, "other.jsonl"))
     assert small.everything(tmp_path / "cache") == before
+
+
+def test_work_that_was_given_up_leaves_nothing_to_the_next(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that it had laid and the shards that it had scored are of other documents."""
+    _begun(made, tmp_path, monkeypatch)
+    other = [f"other text {number}" for number in range(len(MORE))]
+    small.write_corpus(tmp_path / "other.jsonl", other)
+    Store(tmp_path / "cache").delete(WORK)
+    outcome = append(_options(tmp_path, "other.jsonl"))
+    direct = small.copy(made / "cache", tmp_path / "direct" / "cache")
+    small.write_corpus(tmp_path / "direct" / "other.jsonl", other)
+    append(_options(tmp_path / "direct", "other.jsonl"))
+    opened = outcome.cache
+    whole = cache.open(direct)
+    assert len(opened) == len(whole)
+    for name, values in opened.rows(slice(None)).items():
+        assert same(values, whole.rows(slice(None), (name,))[name])
+    assert stillroom.verify(tmp_path / "cache", full=True).sound
 
 
 def test_documents_that_are_there_already_are_refused(grown: Path, tmp_path: Path) -> None:
