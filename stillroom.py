@@ -469,7 +469,7 @@ def _parse(options: type[_Options], command: str, words: list[str]) -> _Options:
     return tyro.cli(options, prog=f"stillroom {command}", args=words)
 
 
-# Commands that can be stopped at any time and go on where they were.
+# The exit code of a command that was stopped, and the commands that then go on where they were.
 _STOPPED = 130
 _RESUMES = ("precompute", "append", "derive", "copy", "train")
 _COMMANDS = {

@@ -8,32 +8,31 @@ from typing import Any
 
 from decoder.config import DecoderConfig
 from decoder.config_fields import flag, integer
+from decoder.config_rope import FULL, LOCAL, SLIDING
 from decoder.errors import DecoderError
 from decoder.families import Family
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def windows_of(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
     """How many positions each layer sees; 0: all before."""
-    given = _listed(config, "layer_types", layers, (_FULL, _SLIDING))
+    given = _listed(config, "layer_types", layers, (FULL, SLIDING))
     window = _window(config, family)
     if family.windows == "listed":
         types = given if given is not None else _usual_types(config, window, layers)
     else:
-        types = [_SLIDING if window else _FULL] * layers
+        types = [SLIDING if window else FULL] * layers
         if given is not None and given != types:
             raise DecoderError(
                 f"config.json: layer_types is {given}, which transformers does not read for "
                 f"model_type {family.name!r}; its layers are all {types[0]!r}"
             )
-    if _SLIDING in types and not window:
+    if SLIDING in types and not window:
         raise DecoderError(
-            f"config.json: layer_types has {_SLIDING!r}, but no window is in use: sliding_window "
+            f"config.json: layer_types has {SLIDING!r}, but no window is in use: sliding_window "
             f"is {config.get('sliding_window')!r}, use_sliding_window "
             f"{config.get('use_sliding_window')!r}"
         )
-    return tuple(window if kind == _SLIDING else 0 for kind in types)
+    return tuple(window if kind == SLIDING else 0 for kind in types)
 
 
 def _window(config: Mapping[str, Any], family: Family) -> int:
@@ -65,21 +64,21 @@ def _usual_types(config: Mapping[str, Any], window: int, layers: int) -> list[st
                 f"config.json: _sliding_window_pattern is {other!r} and sliding_window_pattern "
                 f"{pattern}; keep the right one, as sliding_window_pattern"
             )
-        return [_SLIDING if (layer + 1) % pattern else _FULL for layer in range(layers)]
+        return [SLIDING if (layer + 1) % pattern else FULL for layer in range(layers)]
     if "no_rope_layer_interval" in config:  # SmolLM 3: layers without positions
         rotary = rotary_layers(config, layers)
-        return [_SLIDING if window and not rotary[layer] else _FULL for layer in range(layers)]
+        return [SLIDING if window and not rotary[layer] else FULL for layer in range(layers)]
     if "max_window_layers" in config:  # Qwen: the first layers are full
         first = integer(config, "max_window_layers")
-        return [_SLIDING if window and layer >= first else _FULL for layer in range(layers)]
-    return [_FULL if layer % 2 else _SLIDING for layer in range(layers)]  # Gemma 2
+        return [SLIDING if window and layer >= first else FULL for layer in range(layers)]
+    return [FULL if layer % 2 else SLIDING for layer in range(layers)]  # Gemma 2
 
 
 def ropes_of(
     config: Mapping[str, Any], family: Family, windows: tuple[int, ...]
 ) -> tuple[str, ...]:
     """Which rotary positions each layer has, as `DecoderConfig.ropes`."""
-    if "rope_local_base_freq" in family.fields:
+    if LOCAL in family.fields:
         return tuple("local" if window else "global" for window in windows)
     if "no_rope_layers" in family.fields:
         rotary = rotary_layers(config, len(windows))
@@ -162,7 +161,7 @@ def layer_keys(config: DecoderConfig, family: Family) -> dict[str, Any]:
         # Gemma's code in transformers wants one even when no layer uses it.
         keys["sliding_window"] = family.default("sliding_window")
     if family.windows == "listed":
-        types = [_SLIDING if config.window(layer) else _FULL for layer in range(config.layers)]
+        types = [SLIDING if config.window(layer) else FULL for layer in range(config.layers)]
         keys["layer_types"] = types
     if "no_rope_layers" in family.fields:
         keys["no_rope_layers"] = [int(config.rope(n) != "none") for n in range(config.layers)]

@@ -17,7 +17,8 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     ),
 }
 LOCAL = "rope_local_base_freq"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Kinds of layers, as transformers names them.
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def rope_of(
@@ -33,23 +34,23 @@ def rope_of(
     if LOCAL not in family.fields:
         return *_rope(config, default, family), None
     new = config.get("rope_parameters", {})
-    if not isinstance(new, Mapping) or not set(new) <= {_FULL, _SLIDING}:
+    if not isinstance(new, Mapping) or not set(new) <= {FULL, SLIDING}:
         raise DecoderError(
-            f"config.json: rope_parameters is {new!r}; expected an object with {_FULL!r} and "
-            f"{_SLIDING!r}"
+            f"config.json: rope_parameters is {new!r}; expected an object with {FULL!r} and "
+            f"{SLIDING!r}"
         )
     full = {key: value for key, value in config.items() if key != "rope_parameters"}
-    if new.get(_FULL) is not None:
-        full["rope_parameters"] = new[_FULL]
+    if new.get(FULL) is not None:
+        full["rope_parameters"] = new[FULL]
     sliding: dict[str, Any] = {}
-    if new.get(_SLIDING) is not None:
-        sliding["rope_parameters"] = new[_SLIDING]
+    if new.get(SLIDING) is not None:
+        sliding["rope_parameters"] = new[SLIDING]
     if LOCAL in config:
         sliding["rope_theta"] = config[LOCAL]
     local, scaling = _rope(sliding, family.default(LOCAL), family)
     if scaling is not None:
         raise DecoderError(
-            f"config.json: rope_parameters.{_SLIDING} has the type {scaling.kind!r}; supported: "
+            f"config.json: rope_parameters.{SLIDING} has the type {scaling.kind!r}; supported: "
             "default"
         )
     return *_rope(full, default, family), local

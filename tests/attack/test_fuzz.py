@@ -114,7 +114,9 @@ def _read_or_refused(base: Base, folder: Path) -> None:
         assert same(values, base.rows[name][rows])
 
 
-def _fuzz(base: Base, made: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:
+def _fuzz(base: Base, outer: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:
+    made = outer / str(len(os.listdir(outer)))
+    made.mkdir()
     folder = small.copy(base.made / "cache", made / "outer" / "cache")
     _attack(base, folder, data)
     before = _tree(made)
@@ -133,6 +135,7 @@ def _fuzz(base: Base, made: Path, capsys: pytest.CaptureFixture[str], data: st.D
     strange = set(_tree(made)) - set(before) - {f"outer/cache/{MANIFEST}", f"outer/cache/{BACKUP}"}
     assert not strange
     _read_or_refused(base, folder)
+    assert not (outer / "run").exists()
 
 
 @pytest.fixture
@@ -149,10 +152,7 @@ _QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck
 def test_any_json(
     base: Base, in_a_folder: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject
 ) -> None:
-    made = in_a_folder / str(len(os.listdir(in_a_folder)))
-    made.mkdir()
-    _fuzz(base, made, capsys, data)
-    assert not (in_a_folder / "run").exists()
+    _fuzz(base, in_a_folder, capsys, data)
 
 
 @pytest.mark.slow
@@ -161,7 +161,4 @@ def test_any_json(
 def test_any_json_for_long(
     base: Base, in_a_folder: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject
 ) -> None:
-    made = in_a_folder / str(len(os.listdir(in_a_folder)))
-    made.mkdir()
-    _fuzz(base, made, capsys, data)
-    assert not (in_a_folder / "run").exists()
+    _fuzz(base, in_a_folder, capsys, data)
