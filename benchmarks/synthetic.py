@@ -11,7 +11,8 @@ import numpy as np
 
 import cache
 from cache.encoding import encode_shard
-from cache.filling import finish, reopened
+from cache.filling import reopened
+from cache.finishing import finish
 from cache.format import MANIFEST, Encoding
 from cache.manifest import Extent, Manifest, ReceiptEntry
 from cache.shards import create_arrays, write_shard

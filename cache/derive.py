@@ -19,16 +19,8 @@ from jaxtyping import Int64
 from cache.derivation import Recipe, derive_rows
 from cache.differences import setting_differences
 from cache.errors import CacheError, DamageError
-from cache.filling import (
-    begin_fill,
-    begin_work,
-    check_place,
-    finish,
-    missing_shards,
-    new_run,
-    reopened,
-    settle,
-)
+from cache.filling import begin_fill, begin_work, check_place, missing_shards, new_run, reopened
+from cache.finishing import finish, settle
 from cache.format import MANIFEST, TOKENIZER, WORK, receipt_key
 from cache.joining import Numbering, check_joinable, cut, join_corpora, rows_held
 from cache.manifest import Manifest

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+# Numbers that are listed in full.
+LISTED = 20
 
 
 class CacheError(ValueError):
@@ -54,3 +57,10 @@ class DamageError(CacheError):
         self.damage = tuple(damage)
         lines = "\n".join(f"  {item}" for item in self.damage)
         super().__init__(f"the cache is damaged:\n{lines}\n{next_step}")
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Numbers as text; of many, the first."""
+    numbers = list(numbers)
+    shown = ", ".join(str(number) for number in numbers[:LISTED])
+    return f"{shown} and {len(numbers) - LISTED:,} more" if len(numbers) > LISTED else shown

@@ -1,4 +1,4 @@
-"""Filling a cache with shards: who may write, and how the work is finished.
+"""Filling a cache with shards: who may write. How the work ends is in finishing.py.
 
 A cache is filled in one of three ways: its first capture, which begins with an open manifest;
 more shards behind those of a finished cache (append); and shards of a finished cache made again
@@ -10,16 +10,15 @@ object of its own. Either way the open manifest names a run, and only that run m
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from cache.errors import CacheError
-from cache.format import BACKUP, MANIFEST, WORK, receipt_key
-from cache.manifest import Extent, Manifest, ReceiptEntry, read_manifest
-from cache.receipt import Receipt
-from cache.shards import check_run, create_arrays, finished_shards, read_receipts
-from cache.statistics import combine
+from cache.errors import CacheError, listed
+from cache.format import BACKUP, MANIFEST, WORK
+from cache.manifest import Manifest, read_manifest
+from cache.provenance import DERIVED
+from cache.shards import finished_shards
 from cache.storage import Store
 
 
@@ -123,12 +122,59 @@ def reopened(manifest: Manifest, extent: int = 0, run: str = "") -> Manifest:
     )
 
 
-def missing_shards(store: Store, manifest: Manifest, extent: int = 0) -> list[int]:
-    """Shards of an extent of a finished cache that have no receipt."""
-    where = manifest.extents[extent]
-    shards = range(where.first_shard, where.first_shard + where.shards)
+def missing_shards(store: Store, manifest: Manifest, extent: int | None = None) -> list[int]:
+    """Shards of a finished cache that have no receipt; of one extent, if given."""
+    extents = manifest.extents if extent is None else manifest.extents[extent : extent + 1]
     have = finished_shards(store)
+    shards = (
+        x for each in extents for x in range(each.first_shard, each.first_shard + each.shards)
+    )
     return [shard for shard in shards if shard not in have]
+
+
+def makers(manifest: Manifest, shards: Iterable[int]) -> list[str]:
+    """Which commands make shards of a finished cache again, a sentence for each extent."""
+    by_extent: dict[int, list[int]] = {}
+    for shard in sorted(shards):
+        by_extent.setdefault(manifest.extent_at(shard), []).append(shard)
+    first = "derive" if DERIVED in manifest.capture else "precompute"
+    lines = []
+    for extent, made in by_extent.items():
+        own = manifest.extents[extent].corpus if manifest.extents else None
+        corpus = own or manifest.corpus
+        documents = corpus.get("description") or f"the documents of extent {extent}"
+        command = f"`stillroom {'append' if extent else first}` of {documents}"
+        lines.append(f"{command} makes shards {listed(made)}")
+    return lines
+
+
+def work_under_way(store: Store) -> Manifest | None:
+    """The open manifest of unfinished work on a finished cache; None if there is none.
+
+    Raises:
+      CacheError: it cannot be read.
+    """
+    data = store.read(WORK)
+    return None if data is None else Manifest.from_bytes(data, store.location, WORK)
+
+
+def describe_work(store: Store, work: Manifest, complete: Manifest) -> dict[str, Any]:
+    """What unfinished work on a finished cache does: "command", "documents", "shards_done"."""
+    extents = {extent.first_shard: number for number, extent in enumerate(complete.extents)}
+    extent = extents.get(work.first_shard)
+    first = "derive" if DERIVED in complete.capture else "precompute"
+    end = None if extent is None else work.first_shard + complete.extents[extent].shards
+    done = [
+        shard
+        for shard in finished_shards(store)
+        if shard >= work.first_shard and (end is None or shard < end)
+    ]
+    return {
+        "command": "append" if work.first_shard else first,
+        "documents": work.corpus.get("description"),
+        "again": extent is not None,
+        "shards_done": len(done),
+    }
 
 
 def begin_work(
@@ -171,158 +217,3 @@ def begin_work(
             "command again."
         )
     return taken_over
-
-
-def finish(
-    store: Store, filled: Manifest, rows: int, accounting: Mapping[str, Any]
-) -> tuple[Manifest, bool]:
-    """Makes the shards that a run has filled a part of the finished cache.
-
-    Args:
-      store: the cache; every shard of the extent has its receipt.
-      filled: the open manifest, its corpus digest known.
-      rows: rows of the extent.
-      accounting: where the tokens of the extent went.
-
-    Returns:
-      The complete manifest, stored; and whether shards of the cache that were made again have
-      other bytes than before.
-
-    Raises:
-      TakenOverError: another run has taken over.
-      CacheError: a receipt is missing, or the manifest was changed meanwhile.
-    """
-    # In this order: a run that takes over after the first line is seen by the second, or by the
-    # generation.
-    found, generation = read_manifest(store)
-    check_run(store, filled.run)
-    before = found.extents if found.state == "complete" else ()
-    where = {extent.first_shard: place for place, extent in enumerate(before)}
-    first = filled.first_shard == 0
-    here = Extent(
-        filled.first_shard,
-        filled.encoding.shards(rows),
-        rows,
-        None if first else filled.corpus,
-        None if first else dict(accounting),
-    )
-    place = where.get(here.first_shard, len(before))
-    if place == len(before) and here.first_shard != sum(extent.shards for extent in before):
-        raise CacheError(f"the cache {store.location} was changed while shards were added to it.")
-    extents = (*before[:place], here, *before[place + 1 :])
-    own = accounting if first else _first_accounting(found)
-    complete = completed(
-        store,
-        replace(
-            filled,
-            corpus=filled.corpus if first else found.corpus,
-            # What is there was made with these; more shards do not change that.
-            software=found.software if before else filled.software,
-        ),
-        extents,
-        added([own, *(extent.accounting or {} for extent in extents)]),
-    )
-    changed = bool(before) and complete.receipts[: len(found.receipts)] != found.receipts
-    if complete != found and not store.replace(MANIFEST, complete.to_bytes(), generation):
-        raise CacheError(
-            f"the manifest of {store.location} was changed by another run at the very end. Run "
-            "the same command again."
-        )
-    settle(store, complete)
-    return complete, changed
-
-
-def settle(store: Store, complete: Manifest) -> None:
-    """What follows from a complete manifest: its backup, the arrays' sizes, no work left."""
-    data = complete.to_bytes()
-    backup = store.read(BACKUP)
-    if backup != data and not _disputed(store, backup, complete):
-        store.write(BACKUP, data)
-    create_arrays(store, complete.encoding, complete.stored_rows)
-    if store.read(WORK) is not None:
-        store.delete(WORK)
-
-
-def contradicts(backup: Manifest, complete: Manifest) -> bool:
-    """Whether a backup says other things of the same shards: no writer leaves such a pair."""
-    return (
-        backup.state == "complete"
-        and backup != complete
-        and (backup.extents, backup.receipts) == (complete.extents, complete.receipts)
-    )
-
-
-def _disputed(store: Store, backup: bytes | None, complete: Manifest) -> bool:
-    try:
-        found = Manifest.from_bytes(backup or b"", store.location, BACKUP)
-    except CacheError:
-        # No backup of anything: it is written anew.
-        return False
-    return contradicts(found, complete)
-
-
-def completed(
-    store: Store, manifest: Manifest, extents: tuple[Extent, ...], accounting: dict[str, Any]
-) -> Manifest:
-    """The complete manifest of a cache whose shards all have receipts.
-
-    Raises:
-      CacheError: a receipt is missing, or belongs to something else.
-    """
-    entries, statistics = [], []
-    whole = replace(manifest, extents=extents)
-    identities = whole.identities()
-    sizes = dict.fromkeys(manifest.encoding.stored_arrays(), 0)
-    for shard, data in read_receipts(store, range(sum(each.shards for each in extents))).items():
-        if data is None:
-            raise CacheError(
-                f"{store.location}: shard {shard} has no receipt. Run the command that made it "
-                "(precompute or append) again first."
-            )
-        receipt = Receipt.from_bytes(data, receipt_key(shard))
-        if (receipt.shard, receipt.identity) != (shard, identities[whole.extent_at(shard)]):
-            raise CacheError(
-                f"{store.location}: the receipt of shard {shard} belongs to something else; "
-                "another run wrote it late. Run the command that made the shard (precompute, "
-                "append or derive) again: it makes it again."
-            )
-        entries.append(ReceiptEntry(receipt.digest, receipt.documents))
-        statistics.append(receipt.statistics)
-        for name in sizes:
-            sizes[name] += receipt.arrays[name].bytes
-    return replace(
-        whole,
-        state="complete",
-        run="",
-        first_shard=0,
-        first_document=0,
-        receipts=tuple(entries),
-        accounting=accounting,
-        statistics=combine(statistics, len(manifest.encoding.temperatures)),
-        bytes=sizes,
-    )
-
-
-def _first_accounting(found: Manifest) -> dict[str, Any]:
-    """What the first extent's tokens came to: all, less those of the appended ones."""
-    appended = [extent.accounting or {} for extent in found.extents]
-    return added([found.accounting, *(_negative(part) for part in appended)])
-
-
-def added(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts of several parts, by name; a count may be an object of counts."""
-    total: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
-            if isinstance(value, Mapping):
-                total[name] = added([total.get(name, {}), value])
-            else:
-                total[name] = total.get(name, 0) + value
-    return total
-
-
-def _negative(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _negative(value) if isinstance(value, Mapping) else -value
-        for name, value in part.items()
-    }

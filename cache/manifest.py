@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from cache.errors import CacheError, Damage, DamageError
-from cache.format import ARRAYS, BACKUP, FORMAT, MANIFEST, RECEIPTS, VERSION, Encoding
+from cache.format import ARRAYS, BACKUP, FORMAT, MANIFEST, RECEIPTS, VERSION, WORK, Encoding
 from cache.jsonfields import Fields, as_span, digest, parse_object
 from cache.provenance import DERIVED, check_derived
 from cache.statistics import Statistics
@@ -39,10 +39,18 @@ class OtherFormatError(CacheError):
         self.edited = edited
 
 
-_RESTORE = (
-    f"`stillroom verify CACHE --repair` restores it from {BACKUP}; without that, restore it from a "
-    "copy of yours, or capture again into a new folder."
-)
+def _restore(where: str, key: str) -> str:
+    """What to do when an object that describes a cache cannot be used."""
+    repair = f"`stillroom verify {where} --repair`"
+    if key == WORK:
+        return (
+            f"{repair} removes it: the work is given up and can be begun again; nothing that is "
+            "in the cache is lost."
+        )
+    return (
+        f"{repair} restores it from {BACKUP}; without that, restore it from a copy of yours, or "
+        "capture again into a new folder."
+    )
 
 
 @dataclass(frozen=True)
@@ -294,7 +302,7 @@ class Manifest:
         try:
             content = parse_object(data, what)
         except CacheError as error:
-            raise CacheError(f"{error}. {_RESTORE}") from error
+            raise CacheError(f"{error}. {_restore(where, key)}") from error
         fields = Fields(content, what)
         if content.get("format") != FORMAT:
             raise CacheError(
@@ -308,7 +316,7 @@ class Manifest:
         if edited:
             raise DamageError(
                 [Damage(f"{key} was changed: its content does not have the digest it states")],
-                _RESTORE,
+                _restore(where, key),
             )
         return cls._from_fields(fields, what)
 
@@ -400,5 +408,6 @@ def _what_is_there(store: Store) -> str:
         return "It is a file; a cache is a folder."
     names: Sequence[str] = sorted(path.name for path in local.iterdir())[:5]
     if ARRAYS in names and RECEIPTS in names:
-        return f"But it holds {ARRAYS}/ and {RECEIPTS}/: a cache that lost it. {_RESTORE}"
+        advice = _restore(store.location, MANIFEST)
+        return f"But it holds {ARRAYS}/ and {RECEIPTS}/: a cache that lost it. {advice}"
     return f"It holds: {', '.join(names) or 'nothing'}. Check the path."

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from cache.errors import CacheError, Damage
-from cache.filling import completed, contradicts, new_run
+from cache.filling import new_run
+from cache.finishing import completed, contradicts
 from cache.format import ARRAYS, BACKUP, MANIFEST, RECEIPTS, WORK, receipt_key
 from cache.manifest import Manifest, OtherFormatError, read_manifest
 from cache.receipt import Receipt

@@ -6,11 +6,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from cache.errors import LISTED, listed
 from cache.provenance import DERIVED
 from cache.verify import Report
-
-# Numbers of shards, and findings, that are listed in full.
-_LISTED = 20
 
 
 def render(view: dict[str, Any]) -> str:
@@ -28,16 +26,15 @@ def render_report(report: Report) -> str:
     if report.sound:
         advice = "" if report.full else " (--full reads every byte)"
         return "\n".join([*lines, f"sound{advice}"])
-    lines += [f"  {item}" for item in report.damage[:_LISTED]]
-    if len(report.damage) > _LISTED:
-        lines.append(f"  and {len(report.damage) - _LISTED:,} more")
+    lines += [f"  {item}" for item in report.damage[:LISTED]]
+    if len(report.damage) > LISTED:
+        lines.append(f"  and {len(report.damage) - LISTED:,} more")
     if report.mended:
         lines.append(f"put right: {', '.join(report.mended)}")
     if report.repaired:
-        lines.append(
-            f"removed the receipts of shards {_numbers(report.repaired)}; the command that made "
-            "the cache (precompute, derive, copy or append) now redoes exactly these"
-        )
+        lines.append(f"removed the receipts of shards {listed(report.repaired)}")
+        lines.append("run again what made them; it redoes exactly these (or copy them again):")
+        lines += [f"  {line}" for line in report.makers]
     elif not report.mended and any("not finished" not in item.reason for item in report.damage):
         lines.append("--repair puts right what it can and removes the receipts of broken shards;")
         lines.append("then run the command that made the cache again: it redoes exactly those")
@@ -71,6 +68,7 @@ def _summary(view: dict[str, Any]) -> str:
             f"fingerprint {view['tokenizer']['fingerprint'][:12]}",
         ),
         ("corpus", f"{view['corpus']['description']}, {view['corpus']['documents']:,} documents"),
+        *_extents(view),
         (
             "targets",
             f"k = {encoding['k']}, {tail}"
@@ -108,14 +106,42 @@ def _summary(view: dict[str, Any]) -> str:
             )
     lines = _table(rows)
     if shards["missing"]:
-        lines.append(f"missing: shards {_numbers(shards['missing'])}")
-    lines += [f"damaged: {item}" for item in (shards["damaged"] or ())[:_LISTED]]
+        lines.append(f"missing: shards {listed(shards['missing'])}")
+    lines += [f"damaged: {item}" for item in (shards["damaged"] or ())[:LISTED]]
     if view["state"] != "open" and (shards["missing"] or shards["damaged"]):
         lines.append("broken: `stillroom verify` tells all that is wrong and how to repair it")
+    work = view.get("work")
+    if work is not None and "damaged" in work:
+        lines.append(f"damaged: {work['damaged']}")
+    elif work is not None:
+        kind = "shards are made again" if work["again"] else "documents are being added"
+        lines.append(
+            f"not finished: {kind}, {work['shards_done']:,} shards done; run the same `stillroom "
+            f"{work['command']}` of {work['documents']} again"
+        )
     if view["state"] == "open":
         command = "derive" if DERIVED in view["capture"] else "precompute"
         lines.append(f"not finished: run the same `stillroom {command}` again")
     return "\n".join(lines)
+
+
+def _extents(view: dict[str, Any]) -> list[tuple[str, str]]:
+    """Where the documents of a cache that has grown are from."""
+    extents = view.get("extents", ())
+    if len(extents) < 2:
+        return []
+    row, lines = 0, []
+    for number, extent in enumerate(extents):
+        first, last = extent["first_shard"], extent["first_shard"] + extent["shards"] - 1
+        lines.append(
+            (
+                f"  {'appended' if number else 'first'}",
+                f"{extent['description']}, {extent['documents']:,} documents: rows {row:,}-"
+                f"{row + extent['rows'] - 1:,}, shards {first:,}-{last:,}",
+            )
+        )
+        row += extent["rows"]
+    return lines
 
 
 def _present(shards: dict[str, Any], total: str) -> str:
@@ -253,12 +279,6 @@ def _position(view: dict[str, Any]) -> str:
 def _printable(text: str) -> str:
     """Text whose control characters a terminal does not obey."""
     return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
-
-
-def _numbers(numbers: Iterable[int]) -> str:
-    numbers = list(numbers)
-    shown = ", ".join(str(number) for number in numbers[:_LISTED])
-    return f"{shown} and {len(numbers) - _LISTED:,} more" if len(numbers) > _LISTED else shown
 
 
 _RENDERERS = {"summary": _summary, "shard": _shard, "row": _row, "position": _position}

@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from cache.errors import CacheError, Damage, DamageError
+from cache.filling import describe_work, work_under_way
 from cache.format import ARRAYS, NO_DOCUMENT, VERSION, receipt_key
 from cache.jsonfields import parse_object
 from cache.manifest import Manifest, read_manifest
@@ -77,12 +78,32 @@ def summary(location: str, files: bool = True) -> dict[str, Any]:
         cells = manifest.rows * encoding.length
         view |= {
             "rows": manifest.rows,
+            "extents": [
+                {
+                    "first_shard": extent.first_shard,
+                    "shards": extent.shards,
+                    "rows": extent.rows,
+                    "documents": (extent.corpus or manifest.corpus).get("documents"),
+                    "description": (extent.corpus or manifest.corpus).get("description"),
+                }
+                for extent in manifest.extents
+            ],
+            "work": _work(store, manifest) if files else None,
             "padding": 1 - manifest.statistics.tokens / cells,
             "accounting": manifest.accounting,
             "bytes": _bytes(manifest, manifest.statistics),
             **statistics_view(manifest.statistics, encoding.temperatures),
         }
     return view
+
+
+def _work(store: Store, manifest: Manifest) -> dict[str, Any] | None:
+    """Unfinished work on a finished cache."""
+    try:
+        work = work_under_way(store)
+    except CacheError as error:
+        return {"damaged": str(error)}
+    return None if work is None else describe_work(store, work, manifest)
 
 
 def statistics_view(statistics: Statistics, temperatures: tuple[float, ...]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from cache.consistency import inconsistencies
 from cache.errors import CacheError, Damage
+from cache.filling import makers
 from cache.format import ARRAYS, TOKENIZER, WORK
 from cache.jsonfields import parse_object
 from cache.manifest import Manifest
@@ -45,6 +46,7 @@ class Report:
       damage: everything found.
       repaired: shards whose receipts were removed.
       mended: keys of objects that were put right or removed.
+      makers: which commands make the repaired shards again, a sentence each.
     """
 
     location: str
@@ -55,6 +57,7 @@ class Report:
     damage: tuple[Damage, ...]
     repaired: tuple[int, ...] = ()
     mended: tuple[str, ...] = ()
+    makers: tuple[str, ...] = ()
 
     @property
     def sound(self) -> bool:
@@ -129,6 +132,7 @@ def verify(
         damage=tuple(damage),
         repaired=repaired,
         mended=mended,
+        makers=tuple(makers(manifest, repaired)),
     )
 
 

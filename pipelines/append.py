@@ -9,11 +9,18 @@ from cache.format import WORK
 from cache.manifest import Manifest, read_manifest
 from cache.storage import Store
 from pipelines.agreement import setting_differences, work_differences
-from pipelines.begin import Wanted, again, finished, what_is_wanted, write_tokenizer
+from pipelines.begin import (
+    Wanted,
+    again,
+    finished,
+    refuse_damaged,
+    what_is_wanted,
+    write_tokenizer,
+)
 from pipelines.errors import CaptureError
 from pipelines.options import AppendOptions
 from pipelines.parts import parts_folder
-from pipelines.plan import Plan, options_of
+from pipelines.plan import options_of
 from pipelines.precompute import Outcome, fill
 
 _OWN = ("cache", "teacher")
@@ -67,6 +74,7 @@ def append(options: AppendOptions) -> Outcome:
     extent = _extent_with(complete, wanted)
     if extent is None:
         if store.read(WORK) is None:
+            refuse_damaged(store)
             # Of work that was given up: rows of other documents, which must not pass for ours.
             store.delete_folder(parts_folder(opened.first_shard))
         manifest = begin_work(store, opened, lambda found: work_differences(found, opened))
@@ -90,7 +98,6 @@ def _known(wanted: Wanted, complete: Manifest, extent: int) -> Outcome:
         )
     write_tokenizer(wanted, complete)
     if missing_shards(wanted.store, complete, extent):
-        plan: Plan = again(wanted, complete, extent)
-        return fill(plan)
+        return fill(again(wanted, complete, extent))
     note = "These documents are in the cache already; nothing was appended."
     return Outcome(finished(wanted, complete), 0, (note,))

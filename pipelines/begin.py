@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -14,9 +15,10 @@ import jax
 
 import cache
 import decoder
-from cache.errors import DamageError
-from cache.filling import begin_work, check_place, missing_shards, new_run, reopened, settle
-from cache.format import PARTS, TOKENIZER, WORK, Encoding
+from cache.errors import Damage, DamageError
+from cache.filling import begin_work, check_place, makers, missing_shards, new_run, reopened
+from cache.finishing import settle
+from cache.format import PARTS, TOKENIZER, WORK, Encoding, receipt_key
 from cache.manifest import Manifest
 from cache.reader import REPAIR
 from cache.storage import Store
@@ -70,7 +72,7 @@ def begin(options: PrecomputeOptions) -> Plan | cache.Cache:
     write_tokenizer(wanted, manifest)
     if manifest.state == "open":
         return replace(wanted.plan, manifest=manifest)
-    if missing_shards(wanted.store, manifest):
+    if missing_shards(wanted.store, manifest, 0):
         return again(wanted, manifest, 0)
     return finished(wanted, manifest)
 
@@ -266,9 +268,44 @@ def finished(wanted: Wanted, complete: Manifest) -> cache.Cache:
     store = wanted.store
     if store.read(WORK) is None:
         settle(store, complete)
-    damage = [item for item in cache.verify(store.location).damage if item != WORK_UNFINISHED]
-    if damage:
-        raise DamageError(damage, REPAIR)
+    refuse_lacking(complete, missing_shards(store, complete))
+    refuse_damaged(store)
     if not wanted.plan.options.keep_parts and store.read(WORK) is None and store.list(PARTS):
         store.delete_folder(PARTS)
     return cache.open(store.location)
+
+
+def refuse_damaged(store: Store) -> None:
+    """A quick check of a finished cache: every object, receipt and size.
+
+    Raises:
+      DamageError: something is missing or not what it should be.
+    """
+    damage = [item for item in cache.verify(store.location).damage if item != WORK_UNFINISHED]
+    if damage:
+        raise DamageError(damage, REPAIR)
+
+
+def refuse_lacking(complete: Manifest, shards: Sequence[int]) -> None:
+    """Says which commands make shards of other extents again, where their receipts are lost.
+
+    Raises:
+      DamageError: there are such shards.
+    """
+    if not shards:
+        return
+    damage = [
+        Damage(
+            f"{receipt_key(shard)} is lost",
+            shard=shard,
+            rows=complete.shard_rows(shard),
+            documents=complete.receipts[shard].documents,
+        )
+        for shard in shards
+    ]
+    commands = "\n".join(f"  {line}" for line in makers(complete, shards))
+    raise DamageError(
+        damage,
+        "The shards of these documents are all there. For the others, run the commands again "
+        f"that made them:\n{commands}",
+    )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from apache_beam.utils.shared import Shared
 
 import cache
-from cache.filling import finish
+from cache.filling import work_under_way
+from cache.finishing import finish
 from cache.format import RUNS, WORK, receipt_key
 from cache.progress import watch
 from cache.runlog import FAILED, RunLog, read_events
 from cache.shards import create_arrays, finished_shards
 from cache.soundness import check_receipts, listed_receipts
-from pipelines.begin import begin
+from cache.storage import Store
+from pipelines.begin import begin, refuse_lacking
 from pipelines.corpus import combine_digests, part_ranges
 from pipelines.errors import CaptureError, CorpusError
 from pipelines.options import PrecomputeOptions
@@ -54,8 +56,17 @@ def precompute(options: PrecomputeOptions) -> Outcome:
     """
     started = begin(options)
     if isinstance(started, cache.Cache):
-        return Outcome(started, 0, ())
+        return Outcome(started, 0, tuple(_work_of_others(Store(started.location))))
     return fill(started)
+
+
+def _work_of_others(store: Store) -> Iterator[str]:
+    work = work_under_way(store)
+    if work is not None:
+        yield (
+            f"An append of {work.corpus.get('description')} is not finished; run it again to "
+            "finish it."
+        )
 
 
 def fill(plan: Plan) -> Outcome:
@@ -79,8 +90,9 @@ def fill(plan: Plan) -> Outcome:
     )
     notes = _check_rows(plan, laid)
     _refuse_known_documents(plan)
+    notes = (*notes, *_known_parts(plan))
     scored = _score_shards(plan)
-    _, changed = finish(store, plan.manifest, plan.rows, total_accounting(laid))
+    complete, changed, lacking = finish(store, plan.manifest, plan.rows, total_accounting(laid))
     if changed:
         notes = (
             *notes,
@@ -90,6 +102,7 @@ def fill(plan: Plan) -> Outcome:
     log.write("finish", scored=scored)
     if not plan.options.keep_parts:
         store.delete_folder(plan.parts_folder)
+    refuse_lacking(complete, lacking)
     return Outcome(cache.open(store.location), scored, notes)
 
 
@@ -163,6 +176,27 @@ def _refuse_known_documents(plan: Plan) -> None:
             )
 
 
+def _known_parts(plan: Plan) -> Iterator[str]:
+    """Says which added documents, by the part, are in the cache already."""
+    complete = plan.finished
+    if complete is None:
+        return
+    others = [
+        extent.corpus or complete.corpus
+        for extent in complete.extents
+        if extent.first_shard != plan.manifest.first_shard
+    ]
+    listed = [corpus for corpus in others if isinstance(corpus.get("parts"), list)]
+    known = {digest: corpus for corpus in listed for digest in corpus["parts"]}
+    size = plan.parts.documents_per_part
+    for part, digest in enumerate(plan.manifest.corpus["parts"]):
+        if digest in known:
+            yield (
+                f"The documents from {part * size:,} on ({size:,} or fewer) are in the cache "
+                f"already, of {known[digest].get('description')}: students see them more often."
+            )
+
+
 def _score_shards(plan: Plan) -> int:
     """Scores every shard without a sound receipt; returns how many there were."""
     encoding = plan.manifest.encoding
@@ -186,8 +220,8 @@ def _score_shards(plan: Plan) -> int:
         tokens=plan.rows * encoding.length / max(total, 1),
     )
     # A receipt that another run wrote late is none.
-    have, _ = listed_receipts(plan.store, plan.manifest, shards, plan.stored_rows)
-    _refuse_failed(plan, "shard", [shard for shard in shards if shard not in have])
+    have, _ = listed_receipts(plan.store, plan.manifest, pending, plan.stored_rows)
+    _refuse_failed(plan, "shard", [shard for shard in pending if shard not in have])
     return len(pending)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cache.encoding import encode_shard, padding_rows
 from cache.errors import Damage
-from cache.filling import completed
+from cache.finishing import completed
 from cache.format import BACKUP, MANIFEST, TOKENIZER, Encoding
 from cache.manifest import Extent, Manifest
 from cache.shards import array_chunk_key, create_arrays, write_shard

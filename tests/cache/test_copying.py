@@ -99,7 +99,7 @@ def test_a_cache_of_several_extents(tmp_path: Path) -> None:
 
 def _two_extents(folder: Path) -> Built:
     """Two caches joined by hand, the second appended; shard 2 has 2 rows of 4."""
-    from cache.filling import completed, settle
+    from cache.finishing import completed, settle
     from cache.shards import write_shard
 
     built = make_cache(folder)

@@ -17,7 +17,8 @@ from cache import derive as derive_function
 from cache.derive import Derived
 from cache.encoding import encode_shard, numbered_from
 from cache.errors import CacheError, DamageError
-from cache.filling import begin_work, finish
+from cache.filling import begin_work
+from cache.finishing import finish
 from cache.format import BACKUP, MANIFEST, receipt_key
 from cache.options import DeriveOptions
 from cache.shards import TakenOverError, create_arrays, write_shard
@@ -95,7 +96,7 @@ def grow(built: Built, rows: int = 6) -> Built:
         part = slice(*encoding.shard_rows(number, rows))
         values = {name: value[part] for name, value in arrays.items()}
         write_shard(store, opened, manifest.shards + number, total, values)
-    complete, _ = finish(store, opened, rows, {"documents": documents})
+    complete, _, _ = finish(store, opened, rows, {"documents": documents})
     joined = {name: np.concatenate([built.arrays[name], arrays[name]]) for name in arrays}
     return replace(built, manifest=complete, arrays=joined)
 

@@ -10,20 +10,10 @@ import numpy as np
 import pytest
 
 import cache
-from cache import filling
+from cache import finishing
 from cache.errors import CacheError
-from cache.filling import (
-    added,
-    begin_fill,
-    begin_work,
-    check_place,
-    completed,
-    finish,
-    missing_shards,
-    new_run,
-    reopened,
-    settle,
-)
+from cache.filling import begin_fill, begin_work, check_place, missing_shards, new_run, reopened
+from cache.finishing import added, completed, finish, settle
 from cache.format import BACKUP, MANIFEST, WORK, receipt_key
 from cache.manifest import Extent, Manifest
 from cache.shards import TakenOverError, write_shard
@@ -181,7 +171,7 @@ def test_shards_made_again_leave_the_bytes_as_they_were(exact_cache: Built, copy
     (found,) = [item for item in verify(built.path).damage if item.shard is None]
     assert "not finished. Run the command that began it again" in found.reason
     _written(built, opened, 0, 2)
-    assert finish(built.store, opened, 10, built.manifest.accounting) == (built.manifest, False)
+    assert finish(built.store, opened, 10, built.manifest.accounting) == (built.manifest, False, [])
     assert _objects(built.store) == before
 
 
@@ -194,7 +184,7 @@ def test_shards_made_again_with_other_bytes_are_listed(exact_cache: Built, copy:
     label = np.argwhere(arrays["label_mask"] == 1)[0]
     arrays["entropy"][tuple(label)] += np.float16(0.01)
     receipt = write_shard(built.store, opened, 1, 10, arrays)
-    complete, changed = finish(built.store, opened, 10, built.manifest.accounting)
+    complete, changed, _ = finish(built.store, opened, 10, built.manifest.accounting)
     assert changed
     assert [entry.sha256 for entry in complete.receipts] == [
         built.manifest.receipts[0].sha256,
@@ -253,13 +243,13 @@ def test_a_run_that_takes_over_at_any_moment_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However late: the first run completes nothing of the second's."""
-    for moment in ("read_manifest", "check_run", "completed"):
+    for moment in ("read_manifest", "check_run", "_completed"):
         built = make_cache(tmp_path / moment, complete=False)
         place = slice(8, 10)
         whole = make_cache(tmp_path / f"{moment}-whole")
         arrays = {name: values[place] for name, values in whole.arrays.items()}
         write_shard(built.store, built.manifest, 2, 10, arrays)
-        real = getattr(filling, moment)
+        real = getattr(finishing, moment)
 
         def after(*given: Any, real: Callable[..., Any] = real, built: Built = built) -> Any:
             result = real(*given)
@@ -267,7 +257,7 @@ def test_a_run_that_takes_over_at_any_moment_of_the_end(
             return result
 
         with monkeypatch.context() as patch:
-            patch.setattr(filling, moment, after)
+            patch.setattr(finishing, moment, after)
             with pytest.raises(CacheError, match=r"another run took over|changed by another run"):
                 finish(built.store, built.manifest, 10, {})
         assert json.loads(built.store.read(MANIFEST) or b"")["run"] == "second"
@@ -300,7 +290,7 @@ def test_shards_that_are_added(exact_cache: Built, copy: Any) -> None:
         finish(built.store, opened, 6, {"documents": 50})
     last = {name: values[4:] for name, values in more.arrays.items()}
     write_shard(built.store, opened, 4, 12 + 6, last)
-    complete, changed = finish(built.store, opened, 6, {"documents": 50, "dropped": {"a": 1}})
+    complete, changed, _ = finish(built.store, opened, 6, {"documents": 50, "dropped": {"a": 1}})
     assert not changed
     own = built.manifest.accounting
     assert complete.accounting == {**own, "documents": own["documents"] + 50, "dropped": {"a": 1}}
@@ -332,7 +322,7 @@ def test_shards_that_are_added(exact_cache: Built, copy: Any) -> None:
             _written(built, again, shard)
         else:
             write_shard(built.store, again, shard, 12 + 6, last)
-        assert finish(built.store, again, rows, counts or {}) == (complete, False)
+        assert finish(built.store, again, rows, counts or {}) == (complete, False, [])
         assert _objects(built.store) == after
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cache
-from cache import filling
+from cache import finishing
 from cache.errors import CacheError, DamageError
 from cache.filling import begin_work, missing_shards, reopened
 from cache.format import BACKUP, MANIFEST, receipt_key
@@ -186,7 +186,7 @@ def test_a_repaired_cache_is_completed_to_the_same_bytes(exact_cache: Built, cop
     arrays = {name: value[4:8] for name, value in built.arrays.items()}
     write_shard(store, opened, 1, 10, arrays)
     store.write("tokenizer/tokenizer.json", before["tokenizer/tokenizer.json"] or b"")
-    complete, changed = filling.finish(store, opened, 10, built.manifest.accounting)
+    complete, changed, _ = finishing.finish(store, opened, 10, built.manifest.accounting)
     assert (complete, changed) == (built.manifest, False)
     assert {key: store.read(key) for key in store.list()} == before
     assert verify(built.path, full=True).sound

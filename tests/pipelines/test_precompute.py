@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cache
-from cache import filling
+from cache import finishing
 from cache.errors import CacheError
 from cache.format import receipt_key
 from cache.runlog import read_events
@@ -406,13 +406,13 @@ def test_two_captures_into_one_folder(made, whole, tmp_path, monkeypatch, finish
 
 
 def test_the_manifest_is_completed_by_the_run_that_owns_it(made, tmp_path, monkeypatch):
-    out, real = tmp_path / "cache", filling.check_run
+    out, real = tmp_path / "cache", finishing.check_run
 
     def check(store: Store, run: str) -> None:
         real(store, run)
         begin(small.options(made, out))
 
-    monkeypatch.setattr(filling, "check_run", check)
+    monkeypatch.setattr(finishing, "check_run", check)
     with pytest.raises(CacheError, match="was changed by another run at the very end"):
         capture(made, out)
     assert json.loads((out / "manifest.json").read_text())["state"] == "open"
