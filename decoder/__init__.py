@@ -14,6 +14,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from decoder.chat import (
+        EndOfTurn,
+        encode_chat,
+        encode_turns,
+        end_of_turn,
+        render_chat,
+        special_text,
+    )
     from decoder.config import DecoderConfig, RopeScaling
     from decoder.config_json import from_hugging_face, to_hugging_face
     from decoder.errors import DecoderError
@@ -38,19 +46,25 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderError",
+    "EndOfTurn",
     "LoadedModel",
     "ModelDescription",
     "RopeScaling",
     "Source",
     "Tokenizer",
     "describe_model",
+    "encode_chat",
+    "encode_turns",
+    "end_of_turn",
     "fingerprint_model",
     "from_hugging_face",
     "has_tokenizer",
     "load_model",
     "load_tokenizer",
+    "render_chat",
     "resolve",
     "save_folder",
+    "special_text",
     "to_hugging_face",
     "tokenizer_from_files",
 ]
@@ -59,19 +73,25 @@ _HOMES = {
     "Decoder": "model",
     "DecoderConfig": "config",
     "DecoderError": "errors",
+    "EndOfTurn": "chat",
     "LoadedModel": "loading",
     "ModelDescription": "loading",
     "RopeScaling": "config",
     "Source": "source",
     "Tokenizer": "tokenizer",
     "describe_model": "loading",
+    "encode_chat": "chat",
+    "encode_turns": "chat",
+    "end_of_turn": "chat",
     "fingerprint_model": "loading",
     "from_hugging_face": "config_json",
     "has_tokenizer": "tokenizer",
     "load_model": "loading",
     "load_tokenizer": "tokenizer",
+    "render_chat": "chat",
     "resolve": "source",
     "save_folder": "saving",
+    "special_text": "chat",
     "to_hugging_face": "config_json",
     "tokenizer_from_files": "tokenizer",
 }
