@@ -367,7 +367,7 @@ def _compare(words: list[str]) -> int:
     if options.json:
         print(json.dumps(to_json(found, best), indent=1, allow_nan=False))
     else:
-        print(render(found, options.renormalise))
+        print(render(found, options.renormalise, options.all))
         if best is not None:
             print(f"\n{render_recommendation(best, found.batch)}")
     return 1 if best is not None and best.step is None else 0

@@ -20,10 +20,11 @@ from cache.errors import CacheError, Damage, DamageError
 from cache.filling import new_run, reopened
 from cache.format import BACKUP, MANIFEST, TOKENIZER, ArraySpec, receipt_key
 from cache.manifest import Manifest, read_manifest
+from cache.places import check_apart
 from cache.receipt import Receipt, data_digest
 from cache.shards import TakenOverError, array_chunk_key, create_arrays
 from cache.soundness import damage_at
-from cache.storage import Store, decode_chunk, place_of
+from cache.storage import Store, decode_chunk
 
 # Shards under way at a time; each holds one array's file, as stored and decoded.
 _WORKERS = 4
@@ -67,11 +68,7 @@ def copy(
       StorageError: storage refused to read or write.
     """
     store, out = Store(source), Store(destination)
-    if place_of(out.location).startswith(f"{place_of(store.location)}/"):
-        raise CacheError(
-            f"{out.location} is inside {store.location}, which it would be a copy of. Choose "
-            "another place."
-        )
+    check_apart(out.location, store.location, "which it would be a copy of")
     return _Copying(store, out).run(progress or (lambda done, total: None))
 
 

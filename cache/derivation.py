@@ -114,7 +114,8 @@ def _check_exact(count: np.ndarray, ids: np.ndarray, wanted: Encoding, exact: in
     if short.any():
         raise CacheError(
             f"a position has {count[short][0]} exact entries and others, yet every position is "
-            f"sure to have {least} exact ones by the manifest. Run `stillroom verify CACHE --full`."
+            f"sure to have {least} exact ones by the manifest. Check the source with `stillroom "
+            "verify --full`."
         )
 
 

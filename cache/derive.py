@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Int64
 
 from cache.derivation import Recipe, derive_rows
-from cache.differences import setting_differences
-from cache.errors import CacheError, DamageError
+from cache.derive_differences import differences
+from cache.errors import DamageError
 from cache.filling import begin_fill, begin_work, check_place, missing_shards, new_run, reopened
 from cache.finishing import finish, settle
 from cache.format import MANIFEST, TOKENIZER, WORK, receipt_key
@@ -26,16 +26,17 @@ from cache.joining import Numbering, check_joinable, cut, join_corpora, rows_hel
 from cache.manifest import Manifest
 from cache.operations import recipe_of, row_range, sample_rows
 from cache.options import DeriveOptions
+from cache.places import check_apart
 from cache.progress import counted, watch
 from cache.provenance import DERIVED
-from cache.reader import REPAIR, Cache
+from cache.reader import Cache, repair
 from cache.reader import open as open_cache
 from cache.receipt import Receipt
 from cache.runlog import RunLog
 from cache.shards import create_arrays, finished_shards, read_receipts, write_shard
 from cache.soundness import check_receipts
 from cache.statistics import combine
-from cache.storage import Store, place_of
+from cache.storage import Store
 from cache.verify import WORK_UNFINISHED, verify
 
 # Entries that are worked on at a time: some tens of megabytes in float64.
@@ -89,14 +90,18 @@ def derive(options: DeriveOptions) -> Derived:
     store = Store(options.out)
     check_place(store)
     plan = _plan(options)
-    manifest = begin_fill(store, plan.manifest, lambda found: _differences(found, plan.manifest))
+    manifest = begin_fill(
+        store, plan.manifest, lambda found: differences(found, plan.manifest, options.sources)
+    )
     finished = manifest if manifest.state == "complete" else None
     _copy_tokenizer(plan.sources[0], store)
     if finished is not None:
         if not missing_shards(store, finished):
             return Derived(_checked(store, finished), 0)
         opened = reopened(finished)
-        manifest = begin_work(store, opened, lambda found: _differences(found, opened))
+        manifest = begin_work(
+            store, opened, lambda found: differences(found, opened, options.sources)
+        )
     plan = replace(plan, manifest=manifest)
     made = _fill(plan, store, finished)
     finish(store, manifest, len(plan.rows), _accounting(plan, store))
@@ -105,15 +110,8 @@ def derive(options: DeriveOptions) -> Derived:
 
 def _check_outside(options: DeriveOptions) -> None:
     """Refuses to write into a source."""
-    out = place_of(options.out)
     for source in options.sources:
-        place = place_of(source)
-        if out == place or out.startswith(f"{place}/"):
-            where = "is" if out == place else "is inside"
-            raise CacheError(
-                f"{options.out} {where} {source}, which it would be derived from. Choose another "
-                "place."
-            )
+        check_apart(options.out, source, "which it would be derived from")
 
 
 def _plan(options: DeriveOptions) -> _Plan:
@@ -212,16 +210,6 @@ def _rows_held(sources: tuple[Cache, ...], first: int, end: int) -> list[list[An
     return [list(rows) for rows in cut([rows for each in held for rows in each or ()], first, end)]
 
 
-def _differences(found: Manifest, wanted: Manifest) -> list[str]:
-    lines = list(setting_differences(found, wanted))
-    if not lines and found.corpus.get("digest") != wanted.corpus["digest"]:
-        lines.append(
-            f"corpus: the cache is of {found.corpus.get('description')}, yours of "
-            f"{wanted.corpus['description']}"
-        )
-    return lines
-
-
 def _copy_tokenizer(source: Cache, store: Store) -> None:
     try:
         files = source.tokenizer_files()
@@ -235,7 +223,8 @@ def _copy_tokenizer(source: Cache, store: Store) -> None:
 
 def _of_source(source: Cache, error: DamageError) -> DamageError:
     return DamageError(
-        error.damage, f"That is in the source {source.location}. {REPAIR} Then derive again."
+        error.damage,
+        f"That is in the source {source.location}. {repair(source.location)} Then derive again.",
     )
 
 
@@ -249,7 +238,7 @@ def _checked(store: Store, complete: Manifest) -> Cache:
         settle(store, complete)
     damage = [item for item in verify(store.location).damage if item != WORK_UNFINISHED]
     if damage:
-        raise DamageError(damage, REPAIR)
+        raise DamageError(damage, repair(store.location))
     return open_cache(store.location)
 
 

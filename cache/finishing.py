@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cache.errors import CacheError
+from cache.filling import reopened
 from cache.format import BACKUP, MANIFEST, WORK, receipt_key
 from cache.manifest import Extent, Manifest, ReceiptEntry, read_manifest
 from cache.receipt import Receipt
@@ -119,6 +120,17 @@ def completed(
       CacheError: a receipt is missing, or belongs to something else.
     """
     return _completed(store, manifest, extents, accounting, None)[0]
+
+
+def before_growth(store: Store, complete: Manifest, extents: int) -> Manifest:
+    """The complete manifest that a cache had when it had only its first so many extents.
+
+    Raises:
+      CacheError: a receipt of theirs is missing.
+    """
+    kept = complete.extents[:extents]
+    parts = [_first_accounting(complete), *(extent.accounting or {} for extent in kept)]
+    return completed(store, reopened(complete), kept, added(parts))
 
 
 def _completed(

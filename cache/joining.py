@@ -15,11 +15,15 @@ from cache.errors import CacheError
 from cache.format import NO_DOCUMENT
 from cache.jsonfields import digest
 from cache.manifest import Manifest
+from cache.operations import recipe_of
+from cache.options import DeriveOptions
 from cache.provenance import DERIVED
 from cache.reader import Cache
 
 # Rows of one corpus: its digest, the first, and one past the last.
 Rows = tuple[str, int, int]
+
+_OTHERWISE = "Join caches of one teacher that were made with the same settings."
 
 
 def check_joinable(sources: Sequence[Cache], rows_per_shard: int | None) -> None:
@@ -47,22 +51,79 @@ def check_joinable(sources: Sequence[Cache], rows_per_shard: int | None) -> None
             listed = "\n".join(f"  {line}" for line in lines)
             raise CacheError(
                 f"{first.location} and {other.location} cannot be joined:\n{listed}\n"
-                "Join caches of one teacher that were made with the same settings. Nothing was "
-                "written."
+                f"{_advice(sources, rows_per_shard)} Nothing was written."
             )
     for place, source in enumerate(sources):
         for before in sources[:place]:
             _check_disjoint(before, source)
 
 
+def _advice(sources: Sequence[Cache], rows_per_shard: int | None) -> str:
+    """How caches that differ can be joined after all, if they can."""
+    first = sources[0].encoding
+    joined = first.rows_per_shard if rows_per_shard is None else rows_per_shard
+    if not _differ([_settings(source, joined) for source in sources]):
+        return f"Say how the joined cache is cut into shards: --rows-per-shard {joined}."
+    coarsest = max((source.encoding for source in sources), key=lambda each: each.relative_error)
+    k = min(source.encoding.k for source in sources)
+    exact = min(source.manifest.capture.get("exact") or k for source in sources)
+    commands, made = [], []
+    for source in sources:
+        encoding = source.encoding
+        changes: dict[str, Any] = {}
+        if encoding.k != k:
+            changes["k"] = k
+            if encoding.tail == "sampled":
+                changes["exact"] = exact
+        if encoding.relative_error != coarsest.relative_error:
+            changes["logprobs"] = coarsest.logprobs
+            if coarsest.logprobs == "rounded":
+                changes["mantissa_bits"] = coarsest.mantissa_bits
+        if encoding.rows_per_shard != joined and rows_per_shard is None:
+            changes["rows_per_shard"] = joined
+        place = f"{source.location}-same"
+        options = DeriveOptions((source.location, place), **changes)
+        try:
+            recipe = recipe_of([source.manifest], [""], options)
+        except CacheError:
+            return _OTHERWISE
+        manifest = replace(
+            source.manifest,
+            encoding=recipe.wanted,
+            capture={**source.manifest.capture, "exact": recipe.exact},
+            state="open",
+            run="x",
+        )
+        made.append((manifest, rows_per_shard))
+        if changes:
+            words = " ".join(f"--{name.replace('_', '-')} {x}" for name, x in changes.items())
+            commands.append(f"  stillroom derive {source.location} {place} {words}")
+    fingerprints = [
+        (each.manifest.teacher["fingerprint"], each.manifest.tokenizer["fingerprint"])
+        for each in sources
+    ]
+    if _differ(fingerprints) or _differ([_settings_of(*each) for each in made]):
+        return _OTHERWISE
+    listed = "\n".join(commands)
+    return f"Derive each to the same settings first, then join what that makes:\n{listed}\n"
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return any(value != values[0] for value in values)
+
+
 def _settings(source: Cache, rows_per_shard: int | None) -> dict[str, Any]:
     """What has to be equal; where rows are from, and how they are cut, does not."""
-    encoding = replace(source.encoding, sealed=True)
+    return _settings_of(source.manifest, rows_per_shard)
+
+
+def _settings_of(manifest: Manifest, rows_per_shard: int | None) -> dict[str, Any]:
+    encoding = replace(manifest.encoding, sealed=True)
     if rows_per_shard is not None:
         encoding = replace(encoding, rows_per_shard=rows_per_shard)
     # Where all entries are exact, k says how many.
     apart = (DERIVED,) if encoding.tail == "sampled" else (DERIVED, "exact")
-    capture = {name: value for name, value in source.manifest.capture.items() if name not in apart}
+    capture = {name: value for name, value in manifest.capture.items() if name not in apart}
     return {**encoding.to_json(), **capture}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from cache.errors import CacheError
 from cache.manifest import Manifest
+from cache.places import check_apart
 from cache.shards import array_chunk_key
 from cache.storage import Store
 
@@ -39,11 +40,17 @@ class LocalCopy:
           manifest: the cache's.
 
         Raises:
-          CacheError: the folder is not local.
+          CacheError: the folder is not local, or a file; or it is the cache, inside or around it.
         """
         place = Store(folder)
         if place.local is None:
             raise CacheError(f"the local copy should be in a local folder, found {place.location}.")
+        for path in (place.local, *place.local.parents):
+            if path.exists():
+                if not path.is_dir():
+                    raise CacheError(f"{path} is a file; --local-copy needs a folder.")
+                break
+        check_apart(place.location, source.location, "which --local-copy would copy", around=True)
         digest = hashlib.sha256(manifest.to_bytes()).hexdigest()[:16]
         ranks = {
             name: len(spec.inner) + 1 for name, spec in manifest.encoding.stored_arrays().items()

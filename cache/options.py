@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from cache.errors import CacheError
+
+
+def _unset(metavar: str, meaning: str) -> Any:
+    """How help shows an option that may be left out: what to write, and what not writing means."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(if unset: {meaning})")
 
 
 @dataclass(frozen=True)
@@ -21,14 +26,14 @@ class InspectOptions:
 
     cache: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CACHE")]
     """The cache: a local path, gs://…, s3://… or http://…."""
-    row: int | None = None
+    row: Annotated[int | None, _unset("ROW", "the summary")] = None
     """Show one row: its documents and its text."""
-    position: int | None = None
+    position: Annotated[int | None, _unset("POSITION", "the whole row")] = None
     """With --row: show the teacher's prediction at one position of it."""
-    shard: int | None = None
+    shard: Annotated[int | None, _unset("SHARD", "the summary")] = None
     """Show one shard: its receipt, rows, documents, timings and statistics."""
-    temperature: float | None = None
-    """With --position: the captured temperature of the probabilities; the lowest if unset."""
+    temperature: Annotated[float | None, _unset("FLOAT", "the lowest")] = None
+    """With --position: the captured temperature of the probabilities."""
     files: bool = True
     """Look for missing files. Without, the summary of a finished cache reads one object alone."""
     json: bool = False
@@ -85,33 +90,38 @@ class DeriveOptions:
     """
 
     places: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SRC [SRC …] OUT")
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="SRC [SRC …] OUT", help_behavior_hint="(required)"),
     ]
     """The caches to derive from, several are joined; and, last, where the new one goes. Folders,
     s3:// or gs:// addresses; sources also http://."""
 
-    k: int | None = None
+    k: Annotated[int | None, _unset("INT", "as many as there are")] = None
     """Entries per position, fewer than there are."""
-    exact: int | None = None
-    """With a sampled tail and a smaller --k: at least so many entries stay exact. If unset, as
-    many as are sure to be exact, at most half of --k."""
+    exact: Annotated[int | None, _unset("INT", "those sure to be exact, at most half of --k")] = (
+        None
+    )
+    """With a sampled tail and a smaller --k: at least so many entries stay exact."""
     tail: Literal["keep", "drop"] = "keep"
     """drop: only the exact entries, as `precompute --tail none` captures them; their number, --k,
     is by default that which every position is sure to have."""
-    temperatures: tuple[float, ...] | None = None
+    temperatures: Annotated[tuple[float, ...] | None, _unset("FLOAT …", "all of them")] = None
     """Temperatures to keep, of those that were captured."""
-    logprobs: Literal["rounded", "float16", "float32"] | None = None
+    logprobs: Annotated[
+        Literal["rounded", "float16", "float32"] | None,
+        _unset("rounded|float16|float32", "as they are"),
+    ] = None
     """How log-probs are stored: as they are or coarser."""
-    mantissa_bits: int | None = None
+    mantissa_bits: Annotated[int | None, _unset("INT", "as many as there are")] = None
     """Kept by `rounded`: as many as there are or fewer."""
-    rows: Annotated[str | None, tyro.conf.arg(metavar="FIRST:END")] = None
+    rows: Annotated[str | None, _unset("FIRST:END", "all rows")] = None
     """Only the rows FIRST to END - 1, numbered through all sources."""
-    sample: float | None = None
+    sample: Annotated[float | None, _unset("SHARE|ROWS", "all rows")] = None
     """Only a random share of the rows (below 1), or so many rows at most. Rows that share
     documents stay together."""
     seed: int = 0
     """Of --sample, and of the entries that a smaller --k keeps of a sampled tail."""
-    rows_per_shard: int | None = None
+    rows_per_shard: Annotated[int | None, _unset("INT", "as in the sources")] = None
     """The unit of work, of retry and of checking: one file per array."""
 
     def __post_init__(self) -> None:

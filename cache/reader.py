@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from cache import encoding as _encoding
 from cache.errors import CacheError, Damage, DamageError
+from cache.finishing import before_growth
 from cache.format import ARRAYS, RECEIPTS, SEALS, TOKENIZER, ArraySpec, Encoding
 from cache.local_copy import LocalCopy
 from cache.manifest import Manifest, read_manifest
@@ -20,10 +21,13 @@ from cache.provenance import DERIVED
 from cache.seals import broken_seals
 from cache.storage import StorageError, Store
 
-REPAIR = (
-    "Run `stillroom verify CACHE --full --repair`, then the command that made it (precompute, "
-    "derive, copy or append) again: it redoes exactly what is broken."
-)
+
+def repair(location: str) -> str:
+    """What to do about a damaged cache."""
+    return (
+        f"Run `stillroom verify {location} --full --repair`, then the command that made it "
+        "(precompute, derive, copy or append) again: it redoes exactly what is broken."
+    )
 
 
 def open(
@@ -104,6 +108,15 @@ class Cache:
         """Names of the arrays."""
         return tuple(self._specs)
 
+    def before(self, extents: int) -> Cache:
+        """The cache as it was when it had only its first so many extents, before it grew.
+
+        Raises:
+          CacheError: a receipt of theirs is missing.
+        """
+        earlier = before_growth(self._store, self.manifest, extents)
+        return Cache(self._store, earlier, self._copy)
+
     def rows(
         self,
         indices: Sequence[int] | Integer[np.ndarray, "batch"] | slice,
@@ -179,7 +192,7 @@ class Cache:
                 self._damage_in(shard, name, f"{ARRAYS}/{name} has no file of this shard")
                 for name, shard in missing
             ]
-            raise DamageError(found, REPAIR)
+            raise DamageError(found, repair(self.location))
 
     def weights(
         self, arrays: dict[str, np.ndarray], temperature: float | None = None
@@ -222,7 +235,7 @@ class Cache:
             else:
                 files[name] = data
         if damage:
-            raise DamageError(damage, REPAIR)
+            raise DamageError(damage, repair(self.location))
         return files
 
     def stored_rows(
@@ -283,7 +296,7 @@ class Cache:
             for shard in np.unique(shards[places]).tolist()
         ]
         if found:
-            raise DamageError(found, REPAIR)
+            raise DamageError(found, repair(self.location))
 
     def _damage_in(self, shard: int, name: str, reason: str) -> Damage:
         return Damage(
@@ -316,4 +329,4 @@ class Cache:
                 found.append(self._damage_in(shard, name, str(reason)))
         if not found:
             return StorageError(f"reading {name} from {self.location} failed once: {error}")
-        return DamageError(found, REPAIR)
+        return DamageError(found, repair(self.location))

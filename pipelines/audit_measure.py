@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Integer
 
 from cache.format import Encoding
+from cache.provenance import Recomputed
 
 # How far log-probs (natural) of one teacher may lie apart when they are computed again: on other
-# micro-batches, devices or releases. Largest and mean; derived in the README of benchmarks/.
+# micro-batches, devices or releases. Largest and mean; derived in the README of benchmarks/. What
+# storing explains is allowed on top: see `compare_log_probs`. `audit --help` states them too.
 BOUNDS = {"float32": (1e-3, 1e-4), "bfloat16": (2.0, 5e-2)}
 # Half a step of float16, relative: what entropy and the tail's log-mass are rounded to.
 _FLOAT16 = 2.0**-11
+# More than any chain of roundings is off by, relative.
+_MOST_ERROR = 0.5
 # Least share of sampled entries that are drawn again, where the draws can be compared at all.
 LEAST_DRAWS = {"float32": 0.99, "bfloat16": 0.5}
 
@@ -58,14 +62,23 @@ class Ids:
 
 
 def compare_log_probs(
-    stored: Mapping[str, np.ndarray], fresh: Mapping[str, np.ndarray], encoding: Encoding
+    stored: Mapping[str, np.ndarray],
+    fresh: Mapping[str, np.ndarray],
+    encoding: Encoding,
+    relative_error: float,
+    recomputed: Recomputed,
 ) -> list[Difference]:
     """Differences in log-probs, the mass of the tail, and entropy.
+
+    What storing rounded is allowed for: of log-probs of entries r |log p|; of entropy half a step
+    of float16; of the tail's log-mass the same, and in a derived cache what `tail_error` says.
 
     Args:
       stored: arrays of a cache, [row, position, ...].
       fresh: `targets.Targets` of the same rows as numpy arrays, by name; float32, not rounded.
-      encoding: the cache's; its rounding is allowed for.
+      encoding: the cache's.
+      relative_error: r, `Manifest.relative_error`.
+      recomputed: `provenance.recomputed`; nothing was in a cache that was captured as it is.
 
     Returns:
       "label log-prob" (stored as float32), "entry log-prob" over exact entries that both have,
@@ -77,7 +90,7 @@ def compare_log_probs(
     there, place = _places(stored, fresh, encoding)
     again = np.take_along_axis(fresh["logprobs"].astype(np.float64), place, axis=-1)
     before = stored["target_logprobs"].astype(np.float64)
-    allowed = encoding.relative_error * np.abs(again)
+    allowed = relative_error * np.abs(again)
     found.append(_summary("entry log-prob", before, again, there, allowed))
     same_head = label & (stored["exact_counts"] == fresh["exact_counts"])
     for index, temperature in enumerate(encoding.temperatures):
@@ -86,24 +99,80 @@ def compare_log_probs(
         # No mass at all on both sides is equal; a mass of nothing is compared as one of e^-20.
         before, again = np.maximum(before, -20.0), np.maximum(again, -20.0)
         name = f"tail log-mass at temperature {temperature:g}"
-        found.append(_summary(name, before, again, same_head, _FLOAT16 * np.abs(again)))
+        allowed = _FLOAT16 * np.abs(again)
+        if recomputed.times:
+            logprobs, counts = fresh["logprobs"].astype(np.float64), fresh["exact_counts"]
+            allowed = allowed + tail_error(logprobs, counts, again, temperature, recomputed)
+        found.append(_summary(name, before, again, same_head, allowed))
     again = fresh["entropy"].astype(np.float64)
     before = stored["entropy"].astype(np.float64)
     found.append(_summary("entropy", before, again, label, _FLOAT16 * np.abs(again)))
     return found
 
 
+def tail_error(
+    logprobs: Float64[np.ndarray, "*positions k"],
+    exact_counts: Integer[np.ndarray, " *positions"],
+    tail: Float64[np.ndarray, " *positions"],
+    temperature: float,
+    recomputed: Recomputed,
+) -> Float64[np.ndarray, " *positions"]:
+    """How far a recomputed log-mass of the tail may be off before it is rounded itself, nats.
+
+    Where entries D are dropped and K kept, `derivation.tail_beyond` gives
+    1 - e^t' = (1 - e^t) / (1 + S_D / S_K), S being sums of e^(log p_i / T): of a stored t and of
+    stored log-probs, off by at most r |log p_i| each. So
+
+    - a relative error of t, half a step of float16, becomes no greater one of t', since
+      |t| e^t / (1 - e^t) grows with t: |t'| 2^-11 for each time.
+    - S_K is off by a factor of at most e^A = Σ_K s_i e^(r |log p_i| / T), s_i = p_i^(1/T) / S_K.
+      Of S_D only the mass W is known, from above: n entries, none likelier than the last of K, and
+      inside of e^t'. Its sum is largest where all are equally likely, each with
+      |log p_i| / T = L = log n - log W - z, where z = log S_K - log(1 - e^t'); and
+      W (e^(A + r L) - 1) then grows with W as long as L > -log(1 - r) / r. The odds S_D / S_K are
+      off by a factor of at most e^c, c = A + r max(L, -log(1 - r) / r), and
+      |Δt'| <= log(1 + (W / e^t') (e^c - 1)).
+    - Drops one after the other from the same log-probs are one drop of all. Each further rounding
+      between them puts the odds of what is dropped later twice more between t and t', to first
+      order in c: with R roundings, 2 R - 1 times the last line.
+
+    Args:
+      logprobs: true ones, natural log, of the kept entries, descending; anything behind them.
+      exact_counts: how many are kept.
+      tail: t', the true log of the mass outside them at the temperature, <= 0.
+      temperature: T.
+      recomputed: n + K and r, and how often.
+    """
+    kept = np.arange(logprobs.shape[-1]) < exact_counts[..., None]
+    size = np.where(kept, -logprobs / temperature, 0.0)
+    r = min(recomputed.relative_error, _MOST_ERROR)
+    with np.errstate(divide="ignore"):
+        weights = np.where(kept, -size, -np.inf)
+        total = np.logaddexp.reduce(weights, axis=-1)
+        a = np.logaddexp.reduce(weights + r * size, axis=-1) - total
+        z = total - np.log(-np.expm1(np.minimum(tail, -1e-12)))
+        dropped = np.log(np.maximum(recomputed.k - exact_counts, 0))
+    last = np.max(size, axis=-1)
+    # Logs of W / e^t' and of e^t' / n.
+    share = np.minimum(dropped - last - z - tail, 0.0)
+    least = np.maximum(last, dropped - z - tail)
+    c = a + r * np.maximum(least, -np.log1p(-r) / r)
+    error = np.log1p(np.exp(share) * np.expm1(np.minimum(c, 50.0)))
+    return recomputed.times * _FLOAT16 * np.abs(tail) + (2 * recomputed.roundings - 1) * error
+
+
 def compare_ids(
     stored: Mapping[str, np.ndarray],
     fresh: Mapping[str, np.ndarray],
     encoding: Encoding,
+    relative_error: float,
     bound: float,
     draws: bool,
 ) -> list[Ids]:
     """Whether the same tokens are entries.
 
     Args:
-      stored, fresh, encoding: see `compare_log_probs`.
+      stored, fresh, encoding, relative_error: see `compare_log_probs`.
       bound: how far log-probs may be apart: exact entries closer than that may change places
         with the tokens that come after them.
       draws: whether the sampled entries are draws of the same random numbers.
@@ -113,7 +182,7 @@ def compare_ids(
     last = np.maximum(fresh["exact_counts"] - 1, 0)[..., None]
     least = np.take_along_axis(fresh["logprobs"].astype(np.float64), last, axis=-1)
     logprobs = np.where(exact, stored["target_logprobs"].astype(np.float64), -np.inf)
-    slack = bound + encoding.relative_error * np.abs(np.where(exact, logprobs, 0))
+    slack = bound + relative_error * np.abs(np.where(exact, logprobs, 0))
     # A cache may hold fewer exact entries than were scored again, never one that is likelier
     # than all of those.
     lost = exact & ~there & (logprobs > least + slack)

@@ -20,7 +20,7 @@ from cache.filling import begin_work, check_place, makers, missing_shards, new_r
 from cache.finishing import settle
 from cache.format import PARTS, TOKENIZER, WORK, Encoding, receipt_key
 from cache.manifest import Manifest
-from cache.reader import REPAIR
+from cache.reader import repair
 from cache.storage import Store
 from cache.verify import WORK_UNFINISHED
 from pipelines.agreement import agree, work_differences
@@ -283,7 +283,7 @@ def refuse_damaged(store: Store) -> None:
     """
     damage = [item for item in cache.verify(store.location).damage if item != WORK_UNFINISHED]
     if damage:
-        raise DamageError(damage, REPAIR)
+        raise DamageError(damage, repair(store.location))
 
 
 def refuse_lacking(complete: Manifest, shards: Sequence[int]) -> None:

@@ -158,6 +158,8 @@ class CompareOptions:
     """Recommend a setting for at most so many bytes per token."""
     renormalise: bool = False
     """Also show exact entries renormalised, without the rest as one more class."""
+    all: bool = False
+    """Show every setting, also those that cheaper ones beat in every error. --json always does."""
     plot: Path | None = None
     """Draw error against bytes into this file, such as errors.png; needs matplotlib."""
     json: bool = False

@@ -17,15 +17,26 @@ bias², variance: squared error of one label's gradient with respect to the stud
 step: of the mean gradient of {batch:,} labels; variance averages out, the bias that labels share
 does not. TV, KL: of the mean reconstruction; one draw: expected TV of a single sample.
 mass: of the exact entries at the temperature."""
+# Longer tables show only settings that nothing cheaper beats.
+_MOST = 20
 
 
-def render(found: Comparison, renormalise: bool = False) -> str:
+def render(found: Comparison, renormalise: bool = False, whole: bool = False) -> str:
     """The table and its notes.
 
     Args:
       renormalise: whether to show that objective too.
+      whole: whether to show every setting, and not only the `best` where there are many.
     """
-    shown = [x for x in found.measured if renormalise or x.objective != "renormalise"]
+    possible = [x for x in found.measured if renormalise or x.objective != "renormalise"]
+    shown, left = possible, []
+    if not whole and len(possible) > _MOST:
+        kept = {item.setting for item in best(possible, found.batch)}
+        shown = [item for item in possible if item.setting in kept]
+        left = [
+            f"{len(possible) - len(shown)} more lines are left out: others have no more bytes and "
+            "less error, of one label and of a step. --all shows them."
+        ]
     temperatures = list(found.measured[0].mass)
     head = ["setting", "bytes", "bias²", "variance", f"step of {found.batch:,}"]
     head += ["TV", "KL", "one draw", *(f"mass T={t:g}" for t in temperatures)]
@@ -58,7 +69,21 @@ def render(found: Comparison, renormalise: bool = False) -> str:
         f"{found.student}."
     )
     explained = _EXPLAINED.format(batch=found.batch)
-    return "\n".join([*table, "", sample, explained, *found.notes])
+    return "\n".join([*table, *left, "", sample, explained, *found.notes])
+
+
+def best(measured: Sequence[Measured], batch: int) -> list[Measured]:
+    """Those that none of as few bytes beats, be it in a label's or in a step's gradient error.
+
+    Whatever `compare.recommend` takes for any budget is among them. Cheapest first.
+    """
+    kept: list[Measured] = []
+    label = step = math.inf
+    for item in sorted(measured, key=lambda x: (x.bytes, x.step_error(batch), x.error)):
+        if item.error < label or item.step_error(batch) < step:
+            kept.append(item)
+        label, step = min(label, item.error), min(step, item.step_error(batch))
+    return kept
 
 
 def render_recommendation(found: Recommendation, batch: int) -> str:

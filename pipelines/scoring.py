@@ -121,19 +121,25 @@ def replicate(params: Params, devices: Devices) -> Params:
 
 
 def spread(params: Params, devices: Devices) -> Params:
-    """One copy of the parameters over all devices, each cut along its longest axis that fits.
+    """One copy of the parameters over all devices; see :func:`spreading`."""
+    return jax.tree.map(spreading(devices), params)
 
-    For a teacher that is larger than a device; XLA's partitioner divides the work.
+
+def spreading(devices: Devices) -> Callable[[Array | np.ndarray], Array]:
+    """A function that puts an array on all devices, cut along its longest axis that fits.
+
+    For a teacher that is larger than a device; XLA's partitioner divides the work. Each device
+    gets its part alone.
     """
     mesh = _mesh(devices)
 
-    def place(x: Array) -> Array:
+    def place(x: Array | np.ndarray) -> Array:
         fitting = [axis for axis, size in enumerate(x.shape) if size % len(devices) == 0]
         cut = max(fitting, key=lambda axis: x.shape[axis], default=None)
         names = ["devices" if axis == cut else None for axis in range(x.ndim)]
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*names)))
 
-    return jax.tree.map(place, params)
+    return place
 
 
 def _mesh(devices: Devices) -> Mesh:

@@ -11,7 +11,7 @@ import numpy as np
 import decoder
 from pipelines.errors import TeacherError
 from pipelines.plan import Plan
-from pipelines.scoring import make_scorer, replicate, spread, teacher_functions
+from pipelines.scoring import make_scorer, replicate, spread, spreading, teacher_functions
 
 _loads = 0
 _lock = threading.Lock()
@@ -35,11 +35,16 @@ class Teacher:
             _loads += 1
         options, manifest = plan.options, plan.manifest
         sharded = options.shard_teacher
-        # A teacher that no device can hold is put together in the host's memory.
-        place = jax.local_devices(backend="cpu")[0] if sharded else None
-        with jax.default_device(place):
+        devices = jax.local_devices()
+        # A teacher that no device can hold: each tensor is cut as it is read. One that a function
+        # makes is made in the host's memory, and then cut.
+        host = jax.local_devices(backend="cpu")[0] if sharded else None
+        with jax.default_device(host):
             loaded = decoder.load_model(
-                options.teacher, options.teacher_revision, options.precision
+                options.teacher,
+                options.teacher_revision,
+                options.precision,
+                place=spreading(devices) if sharded else jax.device_put,
             )
         if loaded.fingerprint != manifest.teacher["fingerprint"]:
             raise TeacherError(
@@ -47,7 +52,6 @@ class Teacher:
                 f"cache was begun with (fingerprint {loaded.fingerprint[:12]}…, expected "
                 f"{manifest.teacher['fingerprint'][:12]}…). Every worker needs the same files."
             )
-        devices = jax.local_devices()
         legal = None
         if plan.holes:
             legal = np.ones(manifest.encoding.vocabulary, bool)

@@ -37,6 +37,11 @@ from student.step import (
 # Networks", 2017, use 15).
 BINS = 15
 
+# Nats between cross-entropies that say nothing. The teacher's is of log-probs that were computed
+# in other batches, on another device or in another precision: each label's may differ by more
+# (benchmarks/README.md), their mean does not.
+_EQUAL = 0.01
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -72,6 +77,11 @@ class Evaluation:
     ece: float
     teacher_cross_entropy: float
     teacher_perplexity: float
+
+    @property
+    def beats_teacher(self) -> bool:
+        """Whether the student predicts the labels better, beyond what rounding may do."""
+        return self.teacher_cross_entropy - self.cross_entropy > _EQUAL
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

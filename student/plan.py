@@ -46,6 +46,7 @@ class Plan:
       labels: training labels per epoch that stay after --length.
       cut_labels: training labels that --length leaves out.
       devices: those of this process.
+      appended: rows that the cache has grown by since the run began; they are not used.
     """
 
     options: TrainOptions
@@ -57,6 +58,7 @@ class Plan:
     labels: int
     cut_labels: int
     devices: tuple[Any, ...]
+    appended: int = 0
 
     @property
     def length(self) -> int:
@@ -130,6 +132,7 @@ def make_plan(
     options: TrainOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
     training: bool = True,
+    identity: str | None = None,
 ) -> Plan:
     """Opens the cache, chooses the objective and splits the rows.
 
@@ -137,6 +140,7 @@ def make_plan(
       options: of the run.
       progress: of the split; called with (rows read, in all).
       training: whether the batch has to fit the rows and the devices.
+      identity: of the cache that the run began with, if it has begun; see `as_it_was`.
 
     Raises:
       StudentError: the options do not fit the cache or the devices.
@@ -147,7 +151,8 @@ def make_plan(
             f"this is one of {jax.process_count()} JAX processes; training runs in one process, "
             "on all of its local devices. Start it without jax.distributed."
         )
-    cache = caches.open(options.cache, local_copy=options.local_copy)
+    now = caches.open(options.cache, local_copy=options.local_copy)
+    cache = as_it_was(now, identity)
     objective = objective_of(options, cache)
     check_settings(cache, BatchSettings(cache.encoding.vocabulary, options.length, targets=False))
     devices = tuple(jax.local_devices())
@@ -179,6 +184,7 @@ def make_plan(
         labels=kept,
         cut_labels=whole - kept,
         devices=devices,
+        appended=len(now) - len(cache),
     )
 
 
@@ -203,10 +209,30 @@ def resolve_precision(precision: str, devices: Iterable[Any]) -> str:
     return "float32" if on_cpu else "bfloat16"
 
 
-def cache_identity(cache: Cache) -> str:
-    """Digest of all that a cache holds; the same wherever it lies."""
+def cache_identity(cache: Cache, extents: int | None = None) -> str:
+    """Digest of all that a cache holds, or of its first extents; the same wherever it lies."""
     manifest = cache.manifest
-    return digest([manifest.identity, [entry.sha256 for entry in manifest.receipts]])
+    shards = sum(extent.shards for extent in manifest.extents[:extents])
+    return digest([manifest.identity, [entry.sha256 for entry in manifest.receipts[:shards]]])
+
+
+def as_it_was(cache: Cache, identity: str | None) -> Cache:
+    """The cache that a run began with: without the documents that were appended since.
+
+    Args:
+      cache: as it is now.
+      identity: the `cache_identity` of the run's; None for a run that begins.
+
+    Returns:
+      That cache; the one given where it is another one altogether.
+
+    Raises:
+      CacheError: a receipt is missing.
+    """
+    for extents in range(1, len(cache.manifest.extents)):
+        if cache_identity(cache, extents) == identity:
+            return cache.before(extents)
+    return cache
 
 
 def decides(plan: Plan) -> dict[str, Any]:
@@ -265,6 +291,11 @@ def notes(plan: Plan) -> list[str]:
         f"{len(split.held_out):,} with {split.held_out_labels:,} held out, of "
         f"{split.groups:,} groups of documents."
     ]
+    if plan.appended:
+        found.append(
+            f"The cache has grown by {plan.appended:,} rows since this run began: it goes on with "
+            f"the {len(plan.cache):,} that it began with. A run with another --out trains on all."
+        )
     if split.rows_without_labels:
         found.append(f"{split.rows_without_labels:,} rows have nothing to predict: left out.")
     if plan.options.length is not None:

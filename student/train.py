@@ -77,11 +77,18 @@ def train(options: TrainOptions, say: Callable[[str], None] | None = None) -> Tr
     """
     say = say or _to_standard_error
     with counted("Reading which rows share documents") as progress:
-        plan = make_plan(options, progress)
+        plan = make_plan(options, progress, identity=_cache_of(options.out))
     with ExitStack() as stack:
         ready = _prepare(plan, say)
         stack.enter_context(ready.run)
         return _Session(ready, say).go()
+
+
+def _cache_of(folder: str) -> str | None:
+    """The identity of the cache that the run in a folder began with; None if none has begun."""
+    record = find_record(folder) or {}
+    known = record.get("cache")
+    return known.get("identity") if isinstance(known, dict) else None
 
 
 def _to_standard_error(text: str) -> None:
@@ -271,7 +278,7 @@ class _Session:
                 f"{evaluation.teacher_perplexity:,.1f}; KL {evaluation.kl:.3f} nats "
                 f"({evaluation.kl_kind})."
             )
-            if evaluation.perplexity < evaluation.teacher_perplexity:
+            if evaluation.beats_teacher:
                 self._say(
                     "Warning: the student predicts these labels better than the teacher already; "
                     "it has little to learn from it. Is it the right teacher for this corpus?"

@@ -145,12 +145,13 @@ def evaluate(
 
 def _plan(trained: Checkpoint) -> Plan:
     try:
-        plan = make_plan(trained.options, training=False)
+        identity = trained.record["cache"]["identity"]
+        plan = make_plan(trained.options, training=False, identity=identity)
     except DamageError:
         raise
     except CacheError as error:
         raise RunError(f"{error} If the run's cache was moved, say where with --cache.") from error
-    if cache_identity(plan.cache) != trained.record["cache"]["identity"]:
+    if cache_identity(plan.cache) != identity:
         raise RunError(
             f"the cache {plan.cache.location} is not the one that the run was trained from. Give "
             "that with --cache."

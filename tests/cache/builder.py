@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cache.encoding import encode_shard, padding_rows
+from cache import finishing
+from cache.encoding import encode_shard, numbered_from, padding_rows
 from cache.errors import Damage
+from cache.filling import begin_work, reopened
 from cache.finishing import completed
 from cache.format import BACKUP, MANIFEST, TOKENIZER, Encoding
 from cache.manifest import Extent, Manifest
@@ -254,6 +256,32 @@ def make_cache(
         manifest = finish(store, manifest, (Extent(0, shards, rows),))
     joined = {name: np.concatenate([each[name] for each in arrays]) for name in encoding.arrays()}
     return Built(folder, manifest, joined, logits, targets)
+
+
+def grow(built: Built, rows: int = 6) -> Built:
+    """Appends rows of another corpus, as `append` does: an extent whose first shard is new."""
+    store, encoding, manifest = built.store, built.encoding, built.manifest
+    laid = make_rows(rows, encoding, 3)
+    logits = np.random.default_rng(3).normal(size=(rows, encoding.length, encoding.vocabulary)) * 2
+    documents = int(laid["documents"][laid["segments"] > 0].max()) + 1
+    opened = replace(
+        reopened(manifest),
+        corpus={"description": "appended", "documents": documents, "digest": "a" * 64},
+        first_shard=manifest.shards,
+        first_document=manifest.documents or 0,
+    )
+    begin_work(store, opened, lambda found: [])
+    laid["documents"] = numbered_from(laid["documents"], opened.first_document)
+    arrays = encode_shard(laid, make_targets(logits, laid, encoding), encoding)
+    total = manifest.shards * encoding.rows_per_shard + rows
+    create_arrays(store, encoding, total)
+    for number in range(encoding.shards(rows)):
+        part = slice(*encoding.shard_rows(number, rows))
+        values = {name: value[part] for name, value in arrays.items()}
+        write_shard(store, opened, manifest.shards + number, total, values)
+    complete, _, _ = finishing.finish(store, opened, rows, {"documents": documents})
+    joined = {name: np.concatenate([built.arrays[name], arrays[name]]) for name in arrays}
+    return replace(built, manifest=complete, arrays=joined)
 
 
 def _write_tokenizer(folder: Path) -> dict[str, bytes]:

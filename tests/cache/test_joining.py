@@ -71,11 +71,33 @@ def test_what_differs_is_named(exact_cache: Built) -> None:
     assert "tokenizer" not in text.split("Join caches")[0]
 
 
+def test_the_commands_that_make_caches_joinable(exact_cache: Built) -> None:
+    one = exact_cache.manifest
+    fewer = _other(one, encoding=replace(one.encoding, k=5))
+    coarser = _other(one, encoding=replace(one.encoding, mantissa_bits=4))
+    with pytest.raises(CacheError) as caught:
+        _check(one, fewer, coarser)
+    assert str(caught.value).endswith(
+        "Derive each to the same settings first, then join what that makes:\n"
+        "  stillroom derive place-0 place-0-same --k 5 --logprobs rounded --mantissa-bits 4\n"
+        "  stillroom derive place-1 place-1-same --logprobs rounded --mantissa-bits 4\n"
+        "  stillroom derive place-2 place-2-same --k 5\n"
+        " Nothing was written."
+    )
+    other = _other(one, encoding=replace(one.encoding, k=5), teacher={"fingerprint": "0" * 64})
+    with pytest.raises(CacheError, match="Join caches of one teacher that were made with the same"):
+        _check(one, other)
+
+
 def test_shards_of_another_size_are_cut_anew_only_on_request(exact_cache: Built) -> None:
     one = exact_cache.manifest
     encoding = replace(one.encoding, rows_per_shard=5)
     other = _other(one, encoding=encoding, extents=(Extent(0, 2, 10),), receipts=one.receipts[:2])
     with pytest.raises(CacheError, match="rows-per-shard: place-0 has 4, place-1 has 5"):
+        _check(one, other)
+    with pytest.raises(
+        CacheError, match=r"joined cache is cut into shards: --rows-per-shard 4\. N"
+    ):
         _check(one, other)
     _check(one, other, rows_per_shard=2)
 

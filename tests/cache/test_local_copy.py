@@ -202,8 +202,8 @@ def test_a_copy_elsewhere_than_on_a_disk_is_refused(place: str) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named(place: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
     opened = cache.open(place, local_copy=tmp_path / "file")
+    (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match=r"cannot write .*/file/"):
         opened.rows([0])
 

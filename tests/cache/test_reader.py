@@ -23,6 +23,7 @@ from cache.receipt import Receipt
 from cache.shards import write_shard
 from cache.statistics import combine
 from cache.storage import StorageError
+from tests.cache import builder
 from tests.cache.builder import Built, make_cache, same
 
 
@@ -245,7 +246,7 @@ def _names_the_shard(error: DamageError, name: str, shard: int, built: Built) ->
     text = str(error)
     assert f"shard {shard}, rows {rows[0]}-{rows[1] - 1}, documents {documents[0]}-" in text
     assert f"array {name}: " in text
-    assert "stillroom verify CACHE --full --repair" in text
+    assert f"`stillroom verify {built.path} --full --repair`, then" in text
 
 
 NAMES = ("tokens", "documents", "label_mask", "target_logprobs", "entropy")
@@ -455,3 +456,24 @@ def test_rows_of_a_second_extent(tmp_path: Path, exact_cache: Built) -> None:
         assert same(reader.rows([0, 5], [name])[name], one.arrays[name][[0, 5]])
     with pytest.raises(CacheError, match="rows 0 to 11, not 12"):
         opened.rows([12])
+
+
+def test_a_cache_that_has_grown_as_it_was(exact_cache: Built, copy: Any) -> None:
+    built = copy(exact_cache)
+    former = (built.path / "manifest.json").read_bytes()
+    once = builder.grow(built)
+    between = (built.path / "manifest.json").read_bytes()
+    builder.grow(once)
+    opened = cache.open(built.path)
+    assert len(opened.manifest.extents) == 3
+    for extents, data in ((1, former), (2, between)):
+        earlier = opened.before(extents)
+        assert earlier.manifest.to_bytes() == data
+        rows = earlier.rows(slice(None))
+        for name, values in opened.rows(slice(0, len(earlier))).items():
+            assert same(rows[name], values)
+        with pytest.raises(CacheError, match=f"rows 0 to {len(earlier) - 1}, not"):
+            earlier.rows([len(earlier)])
+    (built.path / "receipts" / "000001.json").unlink()
+    with pytest.raises(CacheError, match="shard 1 has no receipt"):
+        opened.before(1)

@@ -13,6 +13,7 @@ import stillroom
 from cache.errors import CacheError
 from cache.format import MANIFEST
 from cache.manifest import read_manifest
+from cache.provenance import Recomputed
 from cache.storage import Store
 from pipelines.append import append
 from pipelines.audit import Audit, AuditOptions, audit, choose_rows, findings
@@ -198,7 +199,12 @@ _ENCODING = make_encoding(length=3, k=3, tail="sampled", logprobs="float32")
 
 
 def _found(stored: Any, fresh: Any) -> dict[str, Difference]:
-    return {each.name: each for each in compare_log_probs(stored, fresh, _ENCODING)}
+    return {
+        each.name: each
+        for each in compare_log_probs(
+            stored, fresh, _ENCODING, _ENCODING.relative_error, Recomputed()
+        )
+    }
 
 
 def test_equal_sides_do_not_differ() -> None:
@@ -239,30 +245,36 @@ def test_rounding_in_storage_is_no_difference() -> None:
     stored, fresh = _sides()
     rounded = make_encoding(length=3, k=3, tail="sampled", mantissa_bits=6)
     stored["target_logprobs"][0, 0, 0] *= 1 + 2**-8
-    found = {each.name: each for each in compare_log_probs(stored, fresh, rounded)}
+    found = {
+        each.name: each
+        for each in compare_log_probs(stored, fresh, rounded, rounded.relative_error, Recomputed())
+    }
     assert found["entry log-prob"].largest == 0.0
     stored["target_logprobs"][0, 0, 0] *= 1 + 2**-5
-    found = {each.name: each for each in compare_log_probs(stored, fresh, rounded)}
+    found = {
+        each.name: each
+        for each in compare_log_probs(stored, fresh, rounded, rounded.relative_error, Recomputed())
+    }
     assert found["entry log-prob"].largest > 0.02
 
 
 def test_an_id_may_change_places_with_one_as_likely_only() -> None:
     stored, fresh = _sides()
     fresh["ids"][0, 0, 1] = 6
-    exact, sampled = compare_ids(stored, fresh, _ENCODING, 1e-3, True)
+    exact, sampled = compare_ids(stored, fresh, _ENCODING, 2.0**-24, 1e-3, True)
     assert exact == Ids("exact entries", 4, 3, 0)
     assert sampled == Ids("sampled entries", 2, 2)
     fresh["logprobs"][0, 0, 1] = -2.1
-    exact, _ = compare_ids(stored, fresh, _ENCODING, 1e-3, True)
+    exact, _ = compare_ids(stored, fresh, _ENCODING, 2.0**-24, 1e-3, True)
     assert exact == Ids("exact entries", 4, 3, 1)
 
 
 def test_draws_are_compared_where_they_can_be() -> None:
     stored, fresh = _sides()
     fresh["ids"][0, 1, 2] = 8
-    found = compare_ids(stored, fresh, _ENCODING, 1e-3, True)
+    found = compare_ids(stored, fresh, _ENCODING, 2.0**-24, 1e-3, True)
     assert found[1] == Ids("sampled entries", 2, 1)
-    assert len(compare_ids(stored, fresh, _ENCODING, 1e-3, False)) == 1
+    assert len(compare_ids(stored, fresh, _ENCODING, 2.0**-24, 1e-3, False)) == 1
     assert findings([], found, "float32") == [
         "sampled entries: 50.0% are drawn again, expected at least 99%"
     ]

@@ -3,11 +3,12 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
-from pipelines.compare import Comparison, Recommendation
+from pipelines.compare import Comparison, Recommendation, recommend
 from pipelines.compare_options import Setting
-from pipelines.compare_show import check_plot, draw, render, render_recommendation, to_json
+from pipelines.compare_show import best, check_plot, draw, render, render_recommendation, to_json
 from pipelines.compare_targets import Measured, Objective
 from pipelines.errors import CaptureError
 
@@ -44,6 +45,44 @@ def test_the_table_shows_every_setting_with_its_numbers():
     more = render(FOUND, renormalise=True).splitlines()
     assert "exact 16, 6 bits, renormalised" in more[3]
     assert " infinite " in more[3]
+
+
+def _many() -> Comparison:
+    """Pairs of equal bytes, of which the second has more of both errors; cheapest first."""
+    items = []
+    for k in range(8, 20):
+        items.append(item("sampled", k, "sampled", 3.0 * k, bias2=1 / k, variance=1 / k))
+        items.append(item("none", k, "bucket", 3.0 * k, bias2=2 / k, lasting=2 / k))
+    return Comparison(tuple(items), 4, 100, 90, "a student", 1000, ("A note.",))
+
+
+def test_a_long_table_shows_the_best_settings_unless_all_are_asked_for():
+    found = _many()
+    lines = render(found).splitlines()
+    assert [line for line in lines if line.startswith("exact ")] == []
+    assert len([line for line in lines if line.startswith("sampled ")]) == 12
+    assert any(line.startswith("12 more lines are left out") for line in lines)
+    whole = render(found, whole=True).splitlines()
+    assert len([line for line in whole if line.startswith(("exact ", "sampled "))]) == 24
+    assert not any("left out" in line for line in whole)
+    assert len(to_json(found, None)["settings"]) == 24
+    # Few settings are all shown, even those that are beaten.
+    few = Comparison(found.measured[:4], 4, 100, 90, "a student", 1000, ())
+    assert len([x for x in render(few).splitlines() if x.startswith("exact ")]) == 2
+
+
+def test_what_is_recommended_is_shown():
+    numbers = np.random.default_rng(0).uniform(size=(60, 3)).tolist()
+    measured = [
+        item("sampled", 8 + n, "sampled", float(8 + n // 2), bias2=b, lasting=b * part, variance=v)
+        for n, (b, part, v) in enumerate(numbers)
+    ]
+    kept = best(measured, 1000)
+    assert len(kept) < 30
+    for budget in map(float, range(8, 38)):
+        found = recommend(measured, budget, 1000)
+        assert found.step in kept
+        assert found.label in kept
 
 
 def test_a_recommendation_tells_both_criteria_where_they_differ():

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+import decoder
 from pipelines.begin import begin
 from pipelines.errors import TeacherError
 from pipelines.plan import Plan
@@ -84,3 +86,28 @@ def test_a_teacher_spread_over_devices_scores_as_one_on_each(tmp_path):
     np.testing.assert_array_equal(parts["ids"], whole["ids"])
     np.testing.assert_allclose(parts["logprobs"], whole["logprobs"], atol=1e-5)
     np.testing.assert_allclose(parts["tail_logprobs"], whole["tail_logprobs"], atol=1e-5)
+
+
+def test_a_spread_teacher_is_never_whole_anywhere(tmp_path, monkeypatch):
+    """Each tensor is cut as it is read: what is put on devices is one tensor, in parts."""
+    settings = {"tail": "none", "k": 20, "micro_batch": 2, "shard_teacher": True}
+    made = plan(tmp_path, **settings)
+    loaded = []
+    real = decoder.load_model
+
+    def load(*given: Any, **named: Any) -> Any:
+        loaded.append(real(*given, **named))
+        return loaded[-1]
+
+    monkeypatch.setattr(decoder, "load_model", load)
+    teacher = Teacher(made)
+    devices = jax.local_device_count()
+    for leaf in jax.tree.leaves(nnx.state(loaded[0].model)):
+        if any(size % devices == 0 for size in leaf.shape):
+            assert {part.data.size for part in leaf.addressable_shards} == {leaf.size // devices}
+    for before, after in zip(
+        jax.tree.leaves(nnx.state(loaded[0].model)),
+        jax.tree.leaves(teacher._parameters),
+        strict=True,
+    ):
+        assert before.sharding == after.sharding

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -329,3 +329,14 @@ def test_how_the_kl_is_measured_follows_from_the_cache():
         "bucket, temperature 1",
         "bucket, temperature 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "better"),
+    [(2.0, 2.0, False), (2.0, 2.00001, False), (2.0, 2.05, True), (2.05, 2.0, False)],
+)
+def test_a_student_as_good_as_its_teacher_is_not_better(student, teacher, better):
+    values = dict.fromkeys((field.name for field in fields(Evaluation)), 0.5)
+    values |= {"rows": 2, "labels": 9, "kl_kind": "bucket", "kl_full": None}
+    values |= {"cross_entropy": student, "teacher_cross_entropy": teacher}
+    assert Evaluation(**values).beats_teacher is better
