@@ -309,7 +309,7 @@ def test_a_cache_of_a_newer_version(capsys, folder, command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_manifest_that_was_edited(capsys, folder, command):
     edit_manifest(folder, state="open", run="mine")
-    mended(capsys, folder, command, "manifest.json was changed", "verify CACHE --repair` restores")
+    mended(capsys, folder, command, "manifest.json was changed", "--repair` restores")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
