@@ -17,7 +17,6 @@ from typing import Any
 from cache.errors import CacheError, listed
 from cache.format import BACKUP, MANIFEST, WORK
 from cache.manifest import Manifest, read_manifest
-from cache.provenance import DERIVED
 from cache.shards import finished_shards
 from cache.storage import Store
 
@@ -106,7 +105,7 @@ def begin_fill(
 def reopened(manifest: Manifest, extent: int = 0, run: str = "") -> Manifest:
     """The open manifest with which an extent of a finished cache was filled."""
     where = manifest.extents[extent]
-    corpora = [each.corpus or manifest.corpus for each in manifest.extents]
+    corpora = manifest.corpora
     return replace(
         manifest,
         state="open",
@@ -126,10 +125,7 @@ def missing_shards(store: Store, manifest: Manifest, extent: int | None = None) 
     """Shards of a finished cache that have no receipt; of one extent, if given."""
     extents = manifest.extents if extent is None else manifest.extents[extent : extent + 1]
     have = finished_shards(store)
-    shards = (
-        x for each in extents for x in range(each.first_shard, each.first_shard + each.shards)
-    )
-    return [shard for shard in shards if shard not in have]
+    return [shard for each in extents for shard in each.numbers if shard not in have]
 
 
 def makers(manifest: Manifest, shards: Iterable[int]) -> list[str]:
@@ -137,13 +133,11 @@ def makers(manifest: Manifest, shards: Iterable[int]) -> list[str]:
     by_extent: dict[int, list[int]] = {}
     for shard in sorted(shards):
         by_extent.setdefault(manifest.extent_at(shard), []).append(shard)
-    first = "derive" if DERIVED in manifest.capture else "precompute"
     lines = []
     for extent, made in by_extent.items():
-        own = manifest.extents[extent].corpus if manifest.extents else None
-        corpus = own or manifest.corpus
+        corpus = manifest.corpora[extent] if manifest.extents else manifest.corpus
         documents = corpus.get("description") or f"the documents of extent {extent}"
-        command = f"`stillroom {'append' if extent else first}` of {documents}"
+        command = f"`stillroom {'append' if extent else manifest.command}` of {documents}"
         lines.append(f"{command} makes shards {listed(made)}")
     return lines
 
@@ -160,19 +154,17 @@ def work_under_way(store: Store) -> Manifest | None:
 
 def describe_work(store: Store, work: Manifest, complete: Manifest) -> dict[str, Any]:
     """What unfinished work on a finished cache does: "command", "documents", "shards_done"."""
-    extents = {extent.first_shard: number for number, extent in enumerate(complete.extents)}
-    extent = extents.get(work.first_shard)
-    first = "derive" if DERIVED in complete.capture else "precompute"
-    end = None if extent is None else work.first_shard + complete.extents[extent].shards
+    # Work that is no extent's adds one, behind all others.
+    shards = {each.first_shard: each.numbers for each in complete.extents}.get(work.first_shard)
     done = [
         shard
         for shard in finished_shards(store)
-        if shard >= work.first_shard and (end is None or shard < end)
+        if (shard >= work.first_shard if shards is None else shard in shards)
     ]
     return {
-        "command": "append" if work.first_shard else first,
+        "command": work.command,
         "documents": work.corpus.get("description"),
-        "again": extent is not None,
+        "again": shards is not None,
         "shards_done": len(done),
     }
 

@@ -149,10 +149,9 @@ def rows_held(manifest: Manifest) -> list[Rows] | None:
     """
     derived = manifest.capture.get(DERIVED)
     if derived is None:
-        corpora = [extent.corpus or manifest.corpus for extent in manifest.extents]
         return [
             (corpus["digest"], 0, extent.rows)
-            for corpus, extent in zip(corpora, manifest.extents, strict=True)
+            for corpus, extent in zip(manifest.corpora, manifest.extents, strict=True)
         ]
     held = derived["rows_held"]
     return None if held is None else [(digest, first, end) for digest, first, end in held]
@@ -239,8 +238,7 @@ def join_corpora(
 
 def _corpora(manifest: Manifest) -> list[dict[str, Any]]:
     """The corpora that a cache's documents are of, in the order of their numbers."""
-    own = [extent.corpus or manifest.corpus for extent in manifest.extents]
-    lists = [corpus.get("joined", [corpus]) for corpus in own]
+    lists = [corpus.get("joined", [corpus]) for corpus in manifest.corpora]
     parts = [part for each in lists for part in (each if isinstance(each, list) else [each])]
     if not all(
         isinstance(part, dict)

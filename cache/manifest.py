@@ -73,6 +73,11 @@ class Extent:
     corpus: dict[str, Any] | None = None
     accounting: dict[str, Any] | None = None
 
+    @property
+    def numbers(self) -> range:
+        """Numbers of its shards."""
+        return range(self.first_shard, self.first_shard + self.shards)
+
     def to_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
@@ -192,11 +197,23 @@ class Manifest:
     def shard_rows(self, shard: int) -> tuple[int, int]:
         """First and one past the last of a shard's stored rows."""
         for extent in self.extents:
-            if extent.first_shard <= shard < extent.first_shard + extent.shards:
+            if shard in extent.numbers:
                 base = extent.first_shard * self.encoding.rows_per_shard
                 first, end = self.encoding.shard_rows(shard - extent.first_shard, extent.rows)
                 return base + first, base + end
         raise CacheError(f"the cache has shards 0 to {self.shards - 1}, not {shard}")
+
+    @property
+    def corpora(self) -> list[dict[str, Any]]:
+        """The corpus of each extent; none in an open manifest."""
+        return [extent.corpus or self.corpus for extent in self.extents]
+
+    @property
+    def command(self) -> str:
+        """The command that made the cache; of an open manifest, the one that fills it."""
+        if self.first_shard:
+            return "append"
+        return "derive" if DERIVED in self.capture else "precompute"
 
     @property
     def documents(self) -> int | None:
@@ -235,9 +252,7 @@ class Manifest:
 
     def identities(self) -> list[str]:
         """The identity of each extent; of an open manifest, of the one it fills."""
-        return [self._identity(extent.corpus or self.corpus) for extent in self.extents] or [
-            self.identity
-        ]
+        return [self._identity(corpus) for corpus in self.corpora] or [self.identity]
 
     def extent_at(self, shard: int) -> int:
         """The number of the extent that a shard is in; 0 in an open manifest."""

@@ -18,7 +18,7 @@ def check_apart(out: str, source: str, what: str, around: bool = False) -> None:
     Raises:
       CacheError: `out` is the cache, or is inside of it (or around it).
     """
-    here, there = (_comparable(place) for place in (out, source))
+    here, there = (place_of(place) for place in (out, source))
     if here == there:
         where = "is"
     elif here.startswith(f"{there}/"):
@@ -28,7 +28,3 @@ def check_apart(out: str, source: str, what: str, around: bool = False) -> None:
     else:
         return
     raise CacheError(f"{out} {where} {source}, {what}. Choose another place.")
-
-
-def _comparable(location: str) -> str:
-    return place_of(location.removeprefix("file://"))

@@ -17,7 +17,6 @@ from cache.finishing import before_growth
 from cache.format import ARRAYS, RECEIPTS, SEALS, TOKENIZER, ArraySpec, Encoding
 from cache.local_copy import LocalCopy
 from cache.manifest import Manifest, read_manifest
-from cache.provenance import DERIVED
 from cache.seals import broken_seals
 from cache.storage import StorageError, Store
 
@@ -47,10 +46,9 @@ def open(
     manifest, _ = read_manifest(store)
     if manifest.state != "complete":
         done = len(store.list(RECEIPTS)) if store.lists else "some"
-        command = "derive" if DERIVED in manifest.capture else "precompute"
         raise CacheError(
             f"the capture into {store.location} is not finished ({done} shards done). "
-            f"Run the same `stillroom {command}` again: it goes on where it stopped."
+            f"Run the same `stillroom {manifest.command}` again: it goes on where it stopped."
         )
     copy = None if local_copy is None else LocalCopy(store, local_copy, manifest)
     return Cache(store, manifest, copy)

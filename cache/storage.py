@@ -373,5 +373,6 @@ def _remove_empty_folders(folder: Path) -> None:
 
 def place_of(location: str) -> str:
     """A location in the form in which places can be compared: an absolute path, or an address."""
+    location = location.removeprefix("file://")
     local = Store(location).local
     return location.rstrip("/") if local is None else str(Path(local).resolve())

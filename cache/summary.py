@@ -83,10 +83,10 @@ def summary(location: str, files: bool = True) -> dict[str, Any]:
                     "first_shard": extent.first_shard,
                     "shards": extent.shards,
                     "rows": extent.rows,
-                    "documents": (extent.corpus or manifest.corpus).get("documents"),
-                    "description": (extent.corpus or manifest.corpus).get("description"),
+                    "documents": corpus.get("documents"),
+                    "description": corpus.get("description"),
                 }
-                for extent in manifest.extents
+                for extent, corpus in zip(manifest.extents, manifest.corpora, strict=True)
             ],
             "work": _work(store, manifest) if files else None,
             "padding": 1 - manifest.statistics.tokens / cells,

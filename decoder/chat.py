@@ -171,8 +171,8 @@ def special_text(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[tupl
     """The special tokens whose text stands in a message's role or content.
 
     Pairs of the message's number, from 1, and the token, in order. Looked for are the tokens
-    that the tokenizer declares special, its BOS and EOS, and the end of turn of ChatML, which
-    some tokenizers declare ordinary. `<think>` and the like, ordinary tokens, may be written.
+    that the tokenizer declares special, its BOS and EOS. `<think>` and the like, which it
+    declares ordinary, may be written; and so may an end of turn that it declares ordinary.
     """
     pattern = _special_pattern(tokenizer)
     return [

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from cache.filling import begin_work, missing_shards
 from cache.format import WORK
 from cache.manifest import Manifest, read_manifest
+from cache.provenance import DERIVED
 from cache.storage import Store
 from pipelines.agreement import setting_differences, work_differences
 from pipelines.begin import (
@@ -43,7 +44,7 @@ def append(options: AppendOptions) -> Outcome:
             f"the cache {store.location} is not finished. Run the command that began it again "
             "first."
         )
-    if "derived" in complete.capture:
+    if DERIVED in complete.capture:
         raise CaptureError(
             f"the cache {store.location} was derived from others: no teacher can add to it. Append "
             "to its source and derive again, or capture the new documents and derive a joined one."
@@ -84,8 +85,7 @@ def append(options: AppendOptions) -> Outcome:
 
 def _extent_with(complete: Manifest, wanted: Wanted) -> int | None:
     """The extent that was made from these documents, as far as can be told without reading them."""
-    corpora = [extent.corpus or complete.corpus for extent in complete.extents]
-    identities = [corpus.get("identity") for corpus in corpora]
+    identities = [corpus.get("identity") for corpus in complete.corpora]
     identity = wanted.manifest.corpus["identity"]
     return identities.index(identity) if identity in identities else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from apache_beam.utils.shared import Shared
 
@@ -159,15 +160,20 @@ def _check_rows(plan: Plan, laid: Sequence[PartReceipt]) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _other_corpora(plan: Plan) -> dict[int, dict[str, Any]]:
+    """What is in the cache beside the extent that is filled, by the first shard."""
+    if plan.finished is None:
+        return {}
+    pairs = zip(plan.finished.extents, plan.finished.corpora, strict=True)
+    corpora = {extent.first_shard: corpus for extent, corpus in pairs}
+    corpora.pop(plan.manifest.first_shard, None)
+    return corpora
+
+
 def _refuse_known_documents(plan: Plan) -> None:
     """Refuses to append documents that the cache has already, and gives up the work on them."""
-    if plan.finished is None:
-        return
-    corpora = [extent.corpus or plan.finished.corpus for extent in plan.finished.extents]
-    firsts = [extent.first_shard for extent in plan.finished.extents]
-    for first_shard, corpus in zip(firsts, corpora, strict=True):
-        same = corpus.get("digest") == plan.manifest.corpus["digest"]
-        if same and first_shard != plan.manifest.first_shard:
+    for first_shard, corpus in _other_corpora(plan).items():
+        if corpus.get("digest") == plan.manifest.corpus["digest"]:
             plan.store.delete(WORK)
             plan.store.delete_folder(plan.parts_folder)
             raise CorpusError(
@@ -178,14 +184,7 @@ def _refuse_known_documents(plan: Plan) -> None:
 
 def _known_parts(plan: Plan) -> Iterator[str]:
     """Says which added documents, by the part, are in the cache already."""
-    complete = plan.finished
-    if complete is None:
-        return
-    others = [
-        extent.corpus or complete.corpus
-        for extent in complete.extents
-        if extent.first_shard != plan.manifest.first_shard
-    ]
+    others = _other_corpora(plan).values()
     listed = [corpus for corpus in others if isinstance(corpus.get("parts"), list)]
     known = {digest: corpus for corpus in listed for digest in corpus["parts"]}
     size = plan.parts.documents_per_part

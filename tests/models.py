@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,22 @@ def write_tiny_tokenizer(folder: Path, vocabulary: int = 300) -> Path:
     return folder
 
 
+def special_tokens(tokens: Sequence[str]) -> list[dict[str, Any]]:
+    """The "added_tokens" of a tokenizer.json: special ones, numbered from 0."""
+    return [
+        {
+            "id": place,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for place, token in enumerate(tokens)
+    ]
+
+
 def tiny_tokenizer(vocabulary: int = 300) -> dict[str, Any]:
     """A parsed tokenizer.json."""
     symbols = _byte_symbols()
@@ -150,18 +166,7 @@ def tiny_tokenizer(vocabulary: int = 300) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": place,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for place, token in enumerate(SPECIAL)
-        ],
+        "added_tokens": special_tokens(SPECIAL),
         "normalizer": None,
         "pre_tokenizer": {**byte_level, "use_regex": True},
         "post_processor": None,

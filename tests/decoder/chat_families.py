@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decoder.tokenizer import Tokenizer, build_tokenizer
-from tests.models import SPECIAL, tiny_tokenizer
+from tests.models import SPECIAL, special_tokens, tiny_tokenizer
 
 CHATML = (
     "{% for message in messages %}"
@@ -303,21 +303,6 @@ def conversation(family: Family) -> list[dict[str, str]]:
     return CONVERSATION if family.takes_system else CONVERSATION[1:]
 
 
-def _added(tokens: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": place,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for place, token in enumerate(tokens)
-    ]
-
-
 def _byte_level(tokens: Sequence[str]) -> dict[str, Any]:
     """The tests' byte-level BPE with other special tokens, and GPT-2's trimmed offsets."""
     definition = tiny_tokenizer(300)
@@ -325,7 +310,7 @@ def _byte_level(tokens: Sequence[str]) -> dict[str, Any]:
     definition["model"]["vocab"] = {
         token: place for place, token in enumerate([*tokens, *ordinary])
     }
-    definition["added_tokens"] = _added(tokens)
+    definition["added_tokens"] = special_tokens(tokens)
     definition["post_processor"] = {
         "type": "ByteLevel",
         "add_prefix_space": True,
@@ -347,7 +332,7 @@ def _pieces(tokens: Sequence[str]) -> dict[str, Any]:
     ]
     return {
         **tiny_tokenizer(300),
-        "added_tokens": _added(tokens),
+        "added_tokens": special_tokens(tokens),
         "pre_tokenizer": None,
         "decoder": {
             "type": "Sequence",
