@@ -3,18 +3,19 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32, Int64, UInt8
 
 from decoder.config import DecoderConfig
 from decoder.errors import DecoderError
 
-_BLOCK_BYTES = 1 << 22  # of stored bytes: what is hashed or converted at a time
+_BLOCK_BYTES = 1 << 21  # of stored bytes: what is hashed or converted at a time
+_ALIGNMENT = 64  # bytes: arrays that start at a multiple of it are taken over by XLA, not copied
 
 
 @dataclass(frozen=True)
@@ -38,51 +39,68 @@ class StoredTensor:
     row_order: tuple[int, ...] | None = field(default=None, repr=False)
     added: float = 0.0
 
-    def read(self) -> UInt8[np.ndarray, "size"]:
-        """The stored bytes. Reads the file: no page of it stays mapped."""
-        raw = np.fromfile(self.file, np.uint8, self.size, offset=self.offset)
-        if raw.size != self.size:
-            raise DecoderError(
-                f"{self.file} ends within the tensor {self.name}: {raw.size} of {self.size} "
-                "bytes are there. Copy or download the file again"
-            )
-        return raw
+    @property
+    def row_bytes(self) -> int:
+        """Stored bytes of a row; a vector counts as one row."""
+        return self.size // self.shape[0] if len(self.shape) > 1 else self.size
 
-    def digest(self) -> str:
-        """sha256 of the stored bytes, read block by block."""
-        digest = hashlib.sha256()
-        left = self.size
+    def blocks(self, rows: int | None = None) -> Iterator[UInt8[np.ndarray, "rows row_bytes"]]:
+        """The stored bytes, `rows` at a time, or what fits a few MB.
+
+        Reads the file: no page of it stays mapped.
+        """
+        count, width = self.size // self.row_bytes, self.row_bytes
+        step = rows or max(1, _BLOCK_BYTES // width)
         with self.file.open("rb") as file:
             file.seek(self.offset)
-            while left:
-                block = file.read(min(left, _BLOCK_BYTES))
-                if not block:
+            for first in range(0, count, step):
+                wanted = width * min(step, count - first)
+                raw = np.frombuffer(file.read(wanted), np.uint8)
+                if raw.size != wanted:
                     raise DecoderError(
-                        f"{self.file} ends within the tensor {self.name}. "
-                        "Copy or download the file again"
+                        f"{self.file} ends within the tensor {self.name}: {raw.size} of {wanted} "
+                        f"bytes from row {first} are there. Copy or download the file again"
                     )
-                digest.update(block)
-                left -= len(block)
+                yield raw.reshape(-1, width)
+
+    def digest(self) -> str:
+        """sha256 of the stored bytes."""
+        digest = hashlib.sha256()
+        for raw in self.blocks():
+            digest.update(raw.data)
         return digest.hexdigest()
 
-    def values(self, raw: UInt8[np.ndarray, "size"], dtype: np.dtype) -> np.ndarray:
-        """The tensor in `dtype`, in the row order of the model, all of it finite.
+    def load(self, dtype: np.dtype) -> tuple[np.ndarray, str]:
+        """The tensor in `dtype`, in the row order of the model, all of it finite; and its digest.
 
-        Converted row block by row block, so that no second copy of it is held.
+        Read and converted block by block, so that beside the result only a few MB are held.
         Raises `DecoderError` for a number that is not finite in `dtype`.
         """
-        if len(self.shape) == 1:
-            out = self._block(raw, dtype)
-            return out if self.row_order is None else out[np.asarray(self.row_order)]
-        rows = self.shape[0]
-        stored = raw.reshape(rows, -1)
-        order = np.arange(rows) if self.row_order is None else np.asarray(self.row_order)
-        out = np.empty((rows, math.prod(self.shape[1:])), dtype)
-        step = max(1, _BLOCK_BYTES // stored.shape[1])
-        for start in range(0, rows, step):
-            block = slice(start, start + step)
-            out[block] = self._block(stored[order[block]], dtype).reshape(out[block].shape)
-        return out.reshape(self.shape)
+        digest = hashlib.sha256()
+        out = aligned_empty(self.shape, dtype)
+        table = out if len(self.shape) > 1 else out[None]
+        places = _places(self.row_order) if len(self.shape) > 1 else None
+        first = 0
+        for raw in self.blocks():
+            digest.update(raw.data)
+            rows = slice(first, first + len(raw))
+            block = self._block(raw, dtype).reshape(-1, *table.shape[1:])
+            table[rows if places is None else places[rows]] = block
+            first += len(raw)
+        if len(self.shape) == 1 and self.row_order is not None:
+            out[:] = out[np.asarray(self.row_order)]
+        return out, digest.hexdigest()
+
+    def equals(self, other: "StoredTensor") -> bool:
+        """Whether both hold the same numbers, whatever their dtypes; block by block."""
+        if self.shape != other.shape:
+            return False
+        wide = np.dtype(np.float32)
+        rows = max(1, _BLOCK_BYTES // max(self.row_bytes, other.row_bytes))
+        return all(
+            np.array_equal(self._block(mine, wide), other._block(theirs, wide))
+            for mine, theirs in zip(self.blocks(rows), other.blocks(rows), strict=True)
+        )
 
     def _block(self, raw: UInt8[np.ndarray, "..."], dtype: np.dtype) -> np.ndarray:
         with np.errstate(over="ignore"):
@@ -94,6 +112,19 @@ class StoredTensor:
                 f"{dtype}: the checkpoint is damaged, or made for a wider dtype"
             )
         return values
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array whose memory a device array on the CPU can take over without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _places(order: tuple[int, ...] | None) -> Int64[np.ndarray, "rows"] | None:
+    """The row of the model of each stored row, where those differ."""
+    return None if order is None else np.argsort(np.asarray(order))
 
 
 @dataclass(frozen=True)

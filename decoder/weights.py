@@ -4,7 +4,6 @@ Every parameter is filled, every tensor of the files is used, and every number i
 finite; otherwise a `DecoderError` names the tensor.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
 
@@ -13,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from decoder.checkpoint import Checkpoint, StoredTensor
+from decoder.checkpoint import Checkpoint, aligned_empty
 from decoder.errors import DecoderError
 from decoder.model import Decoder
 from decoder.tensor_names import EMBEDDING, HEAD, Part, parts
@@ -48,11 +47,10 @@ def load_decoder(
     digests: dict[str, str] = {}
     unfinished: dict[int, _Unfinished] = {}
     for name, tensor in checkpoint.tensors.items():
-        raw = tensor.read()
-        digests[name] = hashlib.sha256(raw.data).hexdigest()
         if name not in held:
+            digests[name] = tensor.digest()
             continue
-        values = tensor.values(raw, DTYPES[dtype])
+        values, digests[name] = tensor.load(DTYPES[dtype])
         for variable, part in held[name]:
             if part.place is None:
                 first = part.start or 0
@@ -71,7 +69,7 @@ class _Unfinished:
     """A parameter that several stored tensors make up, while they come in."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.values, self.left = np.empty(shape, dtype), shape[0]
+        self.values, self.left = aligned_empty(shape, dtype), shape[0]
 
     def put(self, place: int, values: np.ndarray) -> bool:
         """Fills one place; whether it was the last."""
@@ -118,7 +116,7 @@ def _check_redundant_head(checkpoint: Checkpoint, digests: Mapping[str, str]) ->
     if head.shape == embedding.shape and (
         digests[HEAD] == digests[EMBEDDING]
         if head.dtype == embedding.dtype
-        else _equal(head, embedding)
+        else head.equals(embedding)
     ):
         return
     raise DecoderError(
@@ -126,11 +124,6 @@ def _check_redundant_head(checkpoint: Checkpoint, digests: Mapping[str, str]) ->
         f"(tie_word_embeddings), but {HEAD} {list(head.shape)} differs from {EMBEDDING} "
         f"{list(embedding.shape)}. Set tie_word_embeddings to false if the head is meant"
     )
-
-
-def _equal(first: StoredTensor, second: StoredTensor) -> bool:
-    wide = DTYPES["float32"]
-    return np.array_equal(first.values(first.read(), wide), second.values(second.read(), wide))
 
 
 def _list(names: list[str]) -> str:

@@ -88,9 +88,7 @@ def test_every_type_is_read_as_the_package_reads_it(
     expected = gguf.quants.dequantize(raw.reshape(rows, -1), kind)
     assert np.isfinite(expected).all()
     assert np.abs(expected).max() > 0
-    np.testing.assert_array_equal(
-        tensor.values(tensor.read(), np.dtype(np.float32)), expected[::-1]
-    )
+    np.testing.assert_array_equal(tensor.load(np.dtype(np.float32))[0], expected[::-1])
 
 
 @pytest.mark.parametrize(
