@@ -11,6 +11,7 @@ import hashlib
 import sys
 import time
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from jaxtyping import Int64
 from cache.derivation import Recipe, derive_rows
 from cache.derive_differences import differences
 from cache.errors import DamageError
-from cache.filling import begin_fill, begin_work, check_place, missing_shards, new_run, reopened
+from cache.filling import begin_fill, begin_work, check_place, new_run, reopened, unfinished
 from cache.finishing import finish, settle
 from cache.format import MANIFEST, TOKENIZER, WORK, receipt_key
 from cache.joining import Numbering, check_joinable, cut, join_corpora, rows_held
@@ -89,14 +90,14 @@ def derive(options: DeriveOptions) -> Derived:
     _check_outside(options)
     store = Store(options.out)
     check_place(store)
-    plan = _plan(options)
+    plan = _plan(options, _recorded(store))
     manifest = begin_fill(
         store, plan.manifest, lambda found: differences(found, plan.manifest, options.sources)
     )
     finished = manifest if manifest.state == "complete" else None
     _copy_tokenizer(plan.sources[0], store)
     if finished is not None:
-        if not missing_shards(store, finished):
+        if not unfinished(store, finished, 0):
             return Derived(_checked(store, finished), 0)
         opened = reopened(finished)
         manifest = begin_work(
@@ -114,8 +115,18 @@ def _check_outside(options: DeriveOptions) -> None:
         check_apart(options.out, source, "which it would be derived from")
 
 
-def _plan(options: DeriveOptions) -> _Plan:
-    opened = [_open(location) for location in options.sources]
+def _recorded(store: Store) -> list[dict[str, Any]]:
+    """What a derived cache says of its sources; nothing if there is none."""
+    data = store.read(MANIFEST)
+    manifest = None if data is None else Manifest.from_bytes(data, store.location)
+    return [] if manifest is None else manifest.capture.get(DERIVED, {}).get("sources", [])
+
+
+def _plan(options: DeriveOptions, recorded: list[dict[str, Any]]) -> _Plan:
+    opened = [
+        _as_it_was(*_open(location), known)
+        for location, known in zip_longest(options.sources, recorded[: len(options.sources)])
+    ]
     sources = tuple(source for source, _ in opened)
     digests = [sha256 for _, sha256 in opened]
     check_joinable(sources, options.rows_per_shard)
@@ -172,6 +183,35 @@ def _open(location: str) -> tuple[Cache, str]:
     data = store.read(MANIFEST) or b""
     manifest = Manifest.from_bytes(data, store.location)
     return Cache(store, manifest), hashlib.sha256(data).hexdigest()
+
+
+def _as_it_was(now: Cache, sha256: str, known: dict[str, Any] | None) -> tuple[Cache, str]:
+    """A source without the documents that were appended since the derivation began.
+
+    Args:
+      now: the source.
+      sha256: of its manifest.
+      known: what the output records of it, if it is there.
+
+    Returns:
+      The source with the recorded rows, and the sha256 of its manifest then; those given where
+      it has not grown from that.
+    """
+    if known is None or known["manifest_sha256"] == sha256:
+        return now, sha256
+    extents = now.manifest.extents
+    for count in range(1, len(extents)):
+        if sum(extent.rows for extent in extents[:count]) == known["rows"]:
+            before = now.before(count)
+            then = hashlib.sha256(before.manifest.to_bytes()).hexdigest()
+            if then == known["manifest_sha256"]:
+                _say(
+                    f"{now.location} has grown to {len(now):,} rows since: its first "
+                    f"{known['rows']:,} are taken, as before. For all of them derive into another "
+                    "folder."
+                )
+                return before, then
+    return now, sha256
 
 
 def _source(manifest: Manifest, sha256: str) -> dict[str, Any]:

@@ -128,6 +128,18 @@ def missing_shards(store: Store, manifest: Manifest, extent: int | None = None) 
     return [shard for each in extents for shard in each.numbers if shard not in have]
 
 
+def unfinished(store: Store, manifest: Manifest, extent: int) -> bool:
+    """Whether shards of an extent are to be made again, or such work is to be ended.
+
+    Raises:
+      CacheError: what describes work under way cannot be read.
+    """
+    if missing_shards(store, manifest, extent):
+        return True
+    work = work_under_way(store)
+    return work is not None and work.first_shard == manifest.extents[extent].first_shard
+
+
 def makers(manifest: Manifest, shards: Iterable[int]) -> list[str]:
     """Which commands make shards of a finished cache again, a sentence for each extent."""
     by_extent: dict[int, list[int]] = {}

@@ -83,14 +83,19 @@ def settle(store: Store, complete: Manifest, replaced: Manifest | None = None) -
     Args:
       replaced: the manifest that it has just replaced, whose backup is not in dispute.
     """
+    settle_contents(store, complete, replaced)
+    if store.read(WORK) is not None:
+        store.delete(WORK)
+
+
+def settle_contents(store: Store, complete: Manifest, replaced: Manifest | None = None) -> None:
+    """`settle`, without an end to the work that is under way."""
     data = complete.to_bytes()
     backup = store.read(BACKUP)
     old = None if replaced is None else replaced.to_bytes()
     if backup != data and (backup == old or not _disputed(store, backup, complete)):
         store.write(BACKUP, data)
     create_arrays(store, complete.encoding, complete.stored_rows)
-    if store.read(WORK) is not None:
-        store.delete(WORK)
 
 
 def contradicts(backup: Manifest, complete: Manifest) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from cache.filling import begin_work, missing_shards
+from cache.filling import begin_work, unfinished
 from cache.format import WORK
 from cache.manifest import Manifest, read_manifest
 from cache.provenance import DERIVED
@@ -97,7 +97,7 @@ def _known(wanted: Wanted, complete: Manifest, extent: int) -> Outcome:
             "appended."
         )
     write_tokenizer(wanted, complete)
-    if missing_shards(wanted.store, complete, extent):
+    if unfinished(wanted.store, complete, extent):
         return fill(again(wanted, complete, extent))
     note = "These documents are in the cache already; nothing was appended."
     return Outcome(finished(wanted, complete), 0, (note,))

@@ -16,9 +16,18 @@ import jax
 import cache
 import decoder
 from cache.errors import Damage, DamageError
-from cache.filling import begin_work, check_place, makers, missing_shards, new_run, reopened
-from cache.finishing import settle
-from cache.format import PARTS, TOKENIZER, WORK, Encoding, receipt_key
+from cache.filling import (
+    begin_work,
+    check_place,
+    makers,
+    missing_shards,
+    new_run,
+    reopened,
+    unfinished,
+    work_under_way,
+)
+from cache.finishing import settle_contents
+from cache.format import PARTS, TOKENIZER, Encoding, receipt_key
 from cache.manifest import Manifest
 from cache.reader import repair
 from cache.storage import Store
@@ -72,7 +81,7 @@ def begin(options: PrecomputeOptions) -> Plan | cache.Cache:
     write_tokenizer(wanted, manifest)
     if manifest.state == "open":
         return replace(wanted.plan, manifest=manifest)
-    if missing_shards(wanted.store, manifest, 0):
+    if unfinished(wanted.store, manifest, 0):
         return again(wanted, manifest, 0)
     return finished(wanted, manifest)
 
@@ -150,7 +159,8 @@ def write_tokenizer(wanted: Wanted, manifest: Manifest) -> None:
 
 
 def again(wanted: Wanted, complete: Manifest, extent: int) -> Plan:
-    """The plan of making shards of a finished cache again, where receipts are missing.
+    """The plan of making shards of a finished cache again, where receipts are missing, and of
+    ending such work.
 
     Raises:
       CacheError: other work is under way there.
@@ -260,17 +270,20 @@ def _absolute(options: PrecomputeOptions) -> PrecomputeOptions:
 
 
 def finished(wanted: Wanted, complete: Manifest) -> cache.Cache:
-    """A finished cache that needs no work.
+    """A finished cache that needs no work of the command that asks.
 
     Raises:
       DamageError: it is damaged.
     """
     store = wanted.store
-    if store.read(WORK) is None:
-        settle(store, complete)
+    work = work_under_way(store)
+    # Work on shards that are in the manifest leaves the arrays' sizes as they are; an addition
+    # does not.
+    if work is None or work.first_shard in [extent.first_shard for extent in complete.extents]:
+        settle_contents(store, complete)
     refuse_lacking(complete, missing_shards(store, complete))
     refuse_damaged(store)
-    if not wanted.plan.options.keep_parts and store.read(WORK) is None and store.list(PARTS):
+    if not wanted.plan.options.keep_parts and work is None and store.list(PARTS):
         store.delete_folder(PARTS)
     return cache.open(store.location)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import cache
 import stillroom
+from cache import finishing
 from cache.errors import CacheError, DamageError
 from cache.format import WORK
 from cache.storage import Store
@@ -20,6 +22,8 @@ from pipelines.options import AppendOptions
 from tests.pipelines import small
 from tests.pipelines.small import capture, stored
 
+# The package has the function under this name.
+precompute: Any = sys.modules["pipelines.precompute"]
 # Shards of a cache of three extents: 0-5 captured, 6-7 and 8-9 appended.
 SECOND = [f"{index} a second text" for index in range(8)]
 THIRD = [f"{index} a third text with some more words" for index in range(5)]
@@ -209,3 +213,58 @@ def test_inspect_shows_what_was_appended_and_what_is_under_way(
     with pytest.raises(CacheError):
         append(more)
     shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("stopped", ["before", "after"])
+def test_stopped_at_its_very_end(
+    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stopped: str
+) -> None:
+    """All receipts are there, but the work is not ended: the same command ends it."""
+    copy = small.copy(grown / "cache", tmp_path / "cache")
+    shard = {"corpus": 2, "second": 7, "third": 9}[name]
+    (copy / "receipts" / f"{shard:06d}.json").unlink()
+
+    class Stop(BaseException):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        if stopped == "before":
+            patch.setattr(precompute, "finish", stop)
+        else:
+            patch.setattr(finishing, "settle", stop)
+        with pytest.raises(Stop):
+            _again(grown, copy, name)
+    assert Store(copy).read(WORK) is not None
+    assert Store(copy).read(f"receipts/{shard:06d}.json") is not None
+    assert _again(grown, copy, name) == 0
+    assert Store(copy).read(WORK) is None
+    assert stored(copy) == stored(grown / "cache")
+    assert stillroom.verify(copy, full=True).sound
+
+
+def test_an_addition_stopped_when_it_was_in_the_manifest_already(
+    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "cache"
+    capture(grown, copy)
+
+    class Stop(BaseException):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finishing, "settle", stop)
+        with pytest.raises(Stop):
+            append(_options(grown, copy, "second"))
+    outcome = capture(grown, copy)
+    assert any("second.jsonl (1 json file) is not finished" in note for note in outcome.notes)
+    assert append(_options(grown, copy, "second")).scored == 0
+    assert append(_options(grown, copy, "third")).scored == 2
+    assert stored(copy) == stored(grown / "cache")
+    assert stillroom.verify(copy, full=True).sound
