@@ -53,7 +53,8 @@ class DocumentGroups:
             row, position = np.argwhere(wrong)[0].tolist()
             raise CacheError(
                 f"row {start + row}, position {position} {what} the {len(self._parent):,} "
-                "documents that the manifest lists. Run `stillroom verify CACHE --full`."
+                "documents that the manifest lists: the cache is damaged. "
+                "`stillroom verify --full` on it says where."
             )
 
     def _unite(

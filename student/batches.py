@@ -147,7 +147,7 @@ def read_batch(
         row = indices[label_mask[:, -1]][0]
         raise StudentError(
             f"row {row}: its last position has a label, but there is no token after it. "
-            "Run `stillroom verify CACHE --full`."
+            f"Run `stillroom verify {cache.location} --full`."
         )
     tokens = stored["tokens"]
     following = np.concatenate([tokens[:, 1:], np.zeros_like(tokens[:, :1])], axis=1)
@@ -157,7 +157,7 @@ def read_batch(
     labels = np.where(label_mask, following, 0)
     limit = min(encoding.vocabulary, settings.most_id)
     for what, ids in (("token", tokens), ("label", labels)):
-        _check_ids(what, ids, ids >= limit, encoding, settings, indices)
+        _check_ids(what, ids, ids >= limit, cache, settings, indices)
     return Batch(
         rows=indices.astype(np.int32),
         tokens=tokens.astype(np.int32),
@@ -165,22 +165,23 @@ def read_batch(
         labels=labels.astype(np.int32),
         label_mask=label_mask,
         label_logprobs=stored["label_logprobs"][:, :length],
-        targets=_targets(stored, encoding, settings, indices) if settings.targets else None,
+        targets=_targets(stored, cache, settings, indices) if settings.targets else None,
     )
 
 
 def _targets(
     stored: dict[str, np.ndarray],
-    encoding: Encoding,
+    cache: Cache,
     settings: BatchSettings,
     indices: Integer[np.ndarray, " rows"],
 ) -> Targets:
+    encoding = cache.encoding
     cut = {name: stored[name][:, : settings.length] for name in (*_TARGETS, "label_mask")}
     ids = cut["target_ids"]
     wrong = (ids >= min(encoding.vocabulary, settings.most_id)) & (ids != encoding.no_id)
     # Where there is no label, ids mean nothing.
     wrong &= (cut["label_mask"] == 1)[..., None]
-    _check_ids("target", ids, wrong, encoding, settings, indices)
+    _check_ids("target", ids, wrong, cache, settings, indices)
     tails = cut["tail_logprobs"][..., _temperature_index(encoding, settings.temperature)]
     return Targets(
         ids=ids,
@@ -232,7 +233,7 @@ def _check_ids(
     what: str,
     ids: np.ndarray,
     wrong: Bool[np.ndarray, "..."],
-    encoding: Encoding,
+    cache: Cache,
     settings: BatchSettings,
     indices: Integer[np.ndarray, " rows"],
 ) -> None:
@@ -243,14 +244,14 @@ def _check_ids(
         f"row {indices[place[0]]}, position {place[1]}: the {what} id {ids[place]} "
         f"({np.count_nonzero(wrong)} such places in this batch)"
     )
-    if ids[place] >= encoding.vocabulary:
+    if ids[place] >= cache.encoding.vocabulary:
         raise StudentError(
-            f"{found} is not below the cache's vocabulary of {encoding.vocabulary:,}. "
-            "Run `stillroom verify CACHE --full`."
+            f"{found} is not below the cache's vocabulary of {cache.encoding.vocabulary:,}. "
+            f"Run `stillroom verify {cache.location} --full`."
         )
     raise StudentError(
         f"{found} is beyond the student's {settings.most_id:,} logits; the cache's vocabulary "
-        f"is {encoding.vocabulary:,}. Train a student that has a row for every id."
+        f"is {cache.encoding.vocabulary:,}. Train a student that has a row for every id."
     )
 
 

@@ -195,6 +195,6 @@ def _not_finite(running: _Running, values: list[float], norm: float) -> str:
         f"step {running.step} gave numbers that are not finite: loss {values[0]}, cross-entropy "
         f"{values[1]}, distillation {values[2]}, gradient norm {norm}. Its rows of the cache are "
         f"{shown}. Nothing of this step was saved; the newest checkpoint is sound. Look at the "
-        "rows with `stillroom inspect CACHE --row N`, and try a lower --learning-rate, a --clip, "
-        "or --precision float32 with another --out."
+        "rows with `stillroom inspect --row N` on the cache, and try a lower --learning-rate, a "
+        "--clip, or --precision float32 with another --out."
     )
