@@ -91,7 +91,8 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The entries about the language model: all of them, or those of Gemma 3's text part.
 
-    Raises `DecoderError` where the two levels of such a file disagree.
+    Raises `DecoderError` where the two levels of such a file disagree, or where transformers
+    leaves out for the whole model what it does for the part.
     """
     if config.get("model_type") != "gemma3":
         return config
@@ -106,6 +107,13 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise DecoderError(
             f"config.json: tie_word_embeddings is {tied!r}, and "
             f"{part['tie_word_embeddings']!r} in text_config; keep the right one"
+        )
+    cap = part.get("final_logit_softcapping")
+    if cap is not None:
+        raise DecoderError(
+            f"config.json: text_config.final_logit_softcapping is {cap!r}, which transformers "
+            "applies to a language model alone and not to one that also sees. Set it to null, or "
+            "save the language model by itself (model_type 'gemma3_text')"
         )
     if part["model_type"] != "gemma3_text":
         raise DecoderError(

@@ -65,7 +65,7 @@ _UNDERSTOOD = frozenset(_NEEDED) | {
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scaling.type",
-    "rope.scaling.factor",
+    *("rope.scaling.factor", "rope.scale_linear"),
     "vocab_size",
 }
 
@@ -242,23 +242,40 @@ def _own_rules(
 
 
 def _scaling(metadata: _Metadata) -> RopeScaling | None:
+    """As llama.cpp reads a file: a factor without a type is of linear scaling."""
     header = metadata.header
-    kind = metadata.get("rope.scaling.type", "none")
-    if kind not in ("none", "linear"):
+    kind = metadata.get("rope.scaling.type")
+    if kind not in (None, "none", "linear"):
         raise DecoderError(
             f"{header.path}: {metadata.prefix}rope.scaling.type is {kind!r}; supported: none, "
             f"linear, and the tensor {ROPE_DIVISORS}"
         )
     divisors = header.tensors.get(ROPE_DIVISORS)
-    if kind == "linear":
+    factor = 1.0 if kind == "none" else _linear_factor(metadata, required=kind == "linear")
+    if factor != 1:
         if divisors is not None:
             raise DecoderError(f"{header.path} has linear rotary scaling and {ROPE_DIVISORS}")
-        return RopeScaling("linear", factor=metadata.number("rope.scaling.factor"))
+        return RopeScaling("linear", factor=factor)
     if divisors is None:
         return None
     stored = _tensor(header, divisors, ROPE_DIVISORS, None)
-    values = stored.values(stored.read(), np.dtype(np.float32)).reshape(-1)
+    values = stored.load(np.dtype(np.float32))[0].reshape(-1)
+    if not (values > 0).all():
+        raise DecoderError(
+            f"{header.path}: the tensor {ROPE_DIVISORS} holds {values.min()}; frequencies are "
+            "divided by its numbers, which must be above 0. The file is damaged"
+        )
     return RopeScaling("divisors", divisors=tuple(values.tolist()))
+
+
+def _linear_factor(metadata: _Metadata, *, required: bool) -> float:
+    """1 where nothing is scaled, which files also write as 0. The older key counts second."""
+    keys = [
+        key for key in ("rope.scaling.factor", "rope.scale_linear") if metadata.get(key) is not None
+    ]
+    if not keys and not required:
+        return 1.0
+    return metadata.number(keys[0] if keys else "rope.scaling.factor") or 1.0
 
 
 def _parameter(name: str, architecture: _Architecture) -> str:

@@ -9,7 +9,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Integer
+from jaxtyping import Array, Float, Float32, Float64, Integer
 
 from decoder.config import DecoderConfig, RopeScaling
 
@@ -19,41 +19,40 @@ def frequencies(config: DecoderConfig, kind: str = "global") -> Float32[np.ndarr
 
     `kind` is that of a layer, "global" or "local" (`DecoderConfig.ropes`).
 
-    `theta ** (-2 i / head_dim)`, computed in float32 in the order in which
-    transformers does, since at position 1,500 the last bit of a frequency
-    is worth 1e-4 radians.
+    `theta ** (-2 i / head_dim)`: exponent, power and inverse are each the float32 next to their
+    exact value, in the order in which transformers computes them, since at position 1,500 the
+    last bit of a frequency is worth 1e-4 radians. The power is the C library's in float64,
+    rounded: numpy's float32 power depends on the CPU's instructions by its last bit, and what
+    a teacher writes should not.
     """
+    local = config.rope_local_theta if kind == "local" else None
+    theta = config.rope_theta if local is None else local
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    local = kind == "local" and config.rope_local_theta is not None
-    theta = config.rope_local_theta if local else config.rope_theta
-    base = np.float32(1.0) / np.power(np.float32(theta), exponents)
-    if config.rope_scaling is None or local:
+    powers = np.asarray([math.pow(theta, exponent) for exponent in exponents.tolist()], np.float32)
+    base = np.float32(1.0) / powers
+    if config.rope_scaling is None or local is not None:
         return base
-    return _scale(base, config.rope_scaling)
+    return _scale(base.astype(np.float64), config.rope_scaling).astype(np.float32)
 
 
-def _scale(base: Float32[np.ndarray, "half"], scaling: RopeScaling) -> Float32[np.ndarray, "half"]:
+def _scale(base: Float64[np.ndarray, "half"], scaling: RopeScaling) -> Float64[np.ndarray, "half"]:
     if scaling.kind == "linear":
-        return base / np.float32(scaling.factor)
+        return base / scaling.factor
     if scaling.kind == "divisors":
-        return base / np.asarray(scaling.divisors, np.float32)
+        return base / np.asarray(scaling.divisors)
     return _llama3(base, scaling)
 
 
-def _llama3(base: Float32[np.ndarray, "half"], scaling: RopeScaling) -> Float32[np.ndarray, "half"]:
+def _llama3(base: Float64[np.ndarray, "half"], scaling: RopeScaling) -> Float64[np.ndarray, "half"]:
     """Llama 3.1's rule: long wavelengths divided by the factor, short ones kept.
 
     Between the two, `(1 - s) f / factor + s f` with s rising linearly in
-    `original_positions / wavelength` from the low to the high factor.
+    `original_positions / wavelength` from the low to the high factor, which is 0 and 1 beyond.
     """
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    wavelengths = np.float32(2 * math.pi) / base
-    turns = np.float32(scaling.original_positions) / wavelengths
-    smooth = np.clip((turns - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
-    divided = base / np.float32(scaling.factor)
-    blended = (1 - smooth) * divided + smooth * base
-    kept = np.where(turns > np.float32(high), base, blended)
-    return np.where(turns < np.float32(low), divided, kept).astype(np.float32)
+    turns = scaling.original_positions * base / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - smooth) * base / scaling.factor + smooth * base
 
 
 def angles(

@@ -12,11 +12,14 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 from safetensors import SafetensorError, safe_open
 
+from decoder import rope
 from decoder.checkpoint import Checkpoint, StoredTensor, read_json
+from decoder.config import DecoderConfig
 from decoder.config_json import from_hugging_face, numeric_part
 from decoder.errors import DecoderError
 
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER = "adapter_config.json"
 
 _DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -29,8 +32,16 @@ _DTYPES: dict[str, np.dtype] = {
 def read_folder(folder: Path) -> Checkpoint:
     """The checkpoint in a folder; reads the configuration and the files' headers only.
 
+    And stored rotary frequencies, if there are any: they must be those of the configuration.
     Raises `DecoderError` for anything missing, damaged or not understood.
     """
+    if (folder / ADAPTER).is_file():
+        raise DecoderError(
+            f"{folder} holds {ADAPTER}: an adapter, which belongs to another model's weights, and "
+            "would be left out. Merge the adapter first (peft's merge_and_unload, then "
+            "save_pretrained) and give the merged model's folder; where it has been merged, "
+            f"remove {ADAPTER} and the adapter's weights"
+        )
     config_path = folder / "config.json"
     if not config_path.is_file():
         found = sorted(path.name for path in folder.iterdir())[:10]
@@ -53,6 +64,9 @@ def read_folder(folder: Path) -> Checkpoint:
             tensors[name] = tensor
     if raw_config.get("model_type") == "gemma3":
         tensors = _text_tensors(tensors)
+    for parameter, tensor in tensors.items():
+        if stored := _FREQUENCIES.fullmatch(parameter):
+            _check_frequencies(tensor, config, stored["layer"])
     return Checkpoint("safetensors", folder, config, numeric_part(raw_config), tensors)
 
 
@@ -80,6 +94,37 @@ def _text_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     return found
 
 
+# Releases of transformers before 4.32 saved each layer's frequencies with the weights.
+_FREQUENCIES = re.compile(r"(.*\.layers\.(?P<layer>\d+)\.)?(.*\.)?rotary_emb\.inv_freq")
+
+
+def _check_frequencies(tensor: StoredTensor, config: DecoderConfig, layer: str | None) -> None:
+    """Raises where they are not those of the configuration, which are the ones used.
+
+    Each to 1 in 1,000, or 1 in 100 in a half type, and none nearer than the smallest number of
+    float16. Linear scaling was once applied to positions: the stored ones may be without it.
+    """
+    index = config.layers if layer is None else int(layer)
+    kind = config.rope(index) if index < config.layers else "global"
+    plain = replace(config, rope_scaling=None)
+    expected = [rope.frequencies(one, kind) for one in (config, plain)]
+    found, _ = tensor.load(np.dtype(np.float32))
+    near = 1e-2 if tensor.dtype in ("F16", "BF16") else 1e-3
+    if not any(
+        found.shape == one.shape and np.allclose(found, one, rtol=near, atol=6e-8)
+        for one in expected
+    ):
+        raise DecoderError(
+            f"{tensor.file}: the tensor {tensor.name} says rotary frequencies {_ends(found)}, but "
+            f"config.json (rope_theta {config.rope_theta}, head_dim {config.head_dim}) gives "
+            f"{_ends(expected[0])}. Correct config.json if the tensor is right; else remove it"
+        )
+
+
+def _ends(frequencies: Float32[np.ndarray, "..."]) -> str:
+    return f"{[float(f'{one:.4g}') for one in frequencies.reshape(-1)[:3]]}… {frequencies.shape}"
+
+
 def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
     """Each weight file with the names that the index says it holds (None without an index)."""
     index = folder / INDEX
@@ -93,6 +138,12 @@ def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
         if not isinstance(file, str) or Path(file).name != file:
             raise DecoderError(f"{index} puts {name} into {file!r}; expected a file name")
         shards.setdefault(file, set()).add(name)
+    if (folder / SINGLE).is_file() and set(shards) != {SINGLE}:
+        raise DecoderError(
+            f"{folder} holds {SINGLE}, and {INDEX}, which names other files: "
+            f"{', '.join(sorted(shards)[:3])} ({len(shards)} in all). Either could be the model. "
+            f"Remove {INDEX} and its files if {SINGLE} is meant; remove {SINGLE} if not"
+        )
     missing = sorted(file for file in shards if not (folder / file).is_file())
     if missing:
         raise DecoderError(

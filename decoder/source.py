@@ -9,7 +9,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from decoder.errors import DecoderError
 
-WEIGHT_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+WEIGHT_FILES = (
+    "config.json",
+    "adapter_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
 TOKENIZER_FILES = (
     "config.json",
     "tokenizer.json",

@@ -62,6 +62,30 @@ def test_every_family_is_written_as_it_is_read(family: str) -> None:
         ("phi3", {"sliding_window": 5}, (5, 5, 5, 5)),
         ("phi3", {}, ()),
         ("mixtral", {"sliding_window": 5}, (5, 5, 5, 5)),
+        ("mixtral", {}, ()),
+        ("qwen3_moe", {"sliding_window": 5, "use_sliding_window": True}, (5, 5, 5, 5)),
+        ("qwen3_moe", {"sliding_window": 5}, ()),
+        # Without layer_types, the layers without positions have the window.
+        ("smollm3", {"sliding_window": 5, "use_sliding_window": True}, (0, 0, 0, 5)),
+        (
+            "smollm3",
+            {
+                "sliding_window": 5,
+                "use_sliding_window": True,
+                "no_rope_layer_interval": 2,
+            },
+            (0, 5, 0, 5),
+        ),
+        (
+            "smollm3",
+            {
+                "sliding_window": 5,
+                "use_sliding_window": True,
+                "no_rope_layers": [0, 1, 1, 0],
+            },
+            (5, 0, 0, 5),
+        ),
+        ("smollm3", {"sliding_window": 5}, ()),
     ],
 )
 def test_windows(family: str, fields: dict, windows: tuple[int, ...]) -> None:
@@ -71,6 +95,8 @@ def test_windows(family: str, fields: dict, windows: tuple[int, ...]) -> None:
 def test_positions_that_only_some_layers_have() -> None:
     assert read("smollm3").ropes == ("global", "global", "global", "none")
     assert read("smollm3", no_rope_layers=[0, 1, 1, 1]).ropes == ("none",) + ("global",) * 3
+    assert read("smollm3", no_rope_layer_interval=2).ropes == ("global", "none") * 2
+    assert read("smollm3", no_rope_layer_interval=1).ropes == ("none",) * 4
 
 
 def test_both_bases_of_gemma3_in_both_spellings() -> None:
@@ -115,6 +141,19 @@ def test_gemma3_with_eyes() -> None:
         )
 
 
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_gemma3_with_eyes_caps_no_logits(cap: float | None) -> None:
+    """transformers caps those of the language model alone, whatever the whole model's file says."""
+    alone = {"model_type": "gemma3_text", "final_logit_softcapping": cap}
+    assert from_hugging_face(alone).output_cap == cap
+    whole = {"model_type": "gemma3", "text_config": alone}
+    if cap is None:
+        assert from_hugging_face(whole).output_cap is None
+        return
+    with pytest.raises(DecoderError, match=r"text_config.final_logit_softcapping is 30.0, which"):
+        from_hugging_face(whole)
+
+
 def test_the_gelu_of_gemma() -> None:
     assert read("gemma", hidden_act="gelu").activation == "gelu_tanh"
     assert read("gemma2", hidden_activation="gelu").activation == "gelu"
@@ -129,6 +168,11 @@ def test_experts() -> None:
     assert config.sparse == (True, True, True, False)
     assert (config.experts, config.experts_used, config.expert_width) == (9, 8, 768)
     assert config.shares_add_up
+    assert read("qwen3_moe", decoder_sparse_step=2).sparse == (False, True, False, True)
+    assert read("qwen3_moe", decoder_sparse_step=3).sparse == (False, False, True, False)
+    both = read("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[1])
+    assert both.sparse == (False, False, False, True)
+    assert read("qwen3_moe").sparse == (True,) * 4
     config = read("mixtral", num_local_experts=6)
     assert (config.experts, config.experts_used, config.expert_width) == (6, 2, 64)
     assert config.shares_add_up

@@ -176,19 +176,55 @@ def test_rotary_divisors(tmp_path: Path) -> None:
         load_model(str(path))
 
 
-def test_linear_scaling(tmp_path: Path) -> None:
-    write_tiny_teacher(tmp_path)
-    fields = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    path = write_gguf(tmp_path, fields=fields)
-    assert read_gguf(path).config.rope_scaling == RopeScaling("linear", 4.0)
+TYPE, FACTOR, OLD = (
+    f"llama.rope.{key}" for key in ("scaling.type", "scaling.factor", "scale_linear")
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [
+        ({TYPE: "linear", FACTOR: 4.0}, 4.0),
+        ({FACTOR: 4.0}, 4.0),
+        ({OLD: 4.0}, 4.0),
+        ({TYPE: "linear", OLD: 4.0}, 4.0),
+        ({FACTOR: 4.0, OLD: 3.0}, 4.0),
+        ({TYPE: "none", FACTOR: 4.0}, None),
+        ({FACTOR: 1.0}, None),
+        ({FACTOR: 0.0}, None),
+        ({OLD: 1.0}, None),
+        ({}, None),
+    ],
+)
+def test_linear_scaling(tmp_path: Path, fields: dict, factor: float | None) -> None:
+    """What llama.cpp makes of these fields: without a type, a factor is of linear scaling."""
+    path = write_gguf(write_tiny_teacher(tmp_path), fields=fields)
+    expected = None if factor is None else RopeScaling("linear", factor)
+    assert read_gguf(path).config.rope_scaling == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "divisors", "text"),
+    [
+        ({FACTOR: 4.0}, [1, 1, 3, 8], "has linear rotary scaling and rope_freqs.weight"),
+        ({}, [1, 1, 0, 8], r"the tensor rope_freqs.weight holds 0.0; frequencies are divided"),
+        ({}, [1, 1, -3, 8], r"the tensor rope_freqs.weight holds -3.0; frequencies are divided"),
+        ({}, [1, 1, np.inf, 8], "the tensor rope_freqs.weight holds numbers that are not finite"),
+    ],
+)
+def test_wrong_divisors(tmp_path: Path, fields: dict, divisors: list, text: str) -> None:
+    stored = {"rope_freqs.weight": np.asarray(divisors, np.float32)}
+    path = write_gguf(write_tiny_teacher(tmp_path), fields=fields, edit=lambda t: t.update(stored))
+    with pytest.raises(DecoderError, match=text):
+        read_gguf(path)
 
 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
         ({"llama.expert_count": 8}, r"the field llama.expert_count \(8\) is not understood"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'; supported"),
-        ({"llama.rope.scaling.type": "linear"}, "scaling.factor is None; expected a number"),
+        ({TYPE: "yarn"}, "llama.rope.scaling.type is 'yarn'; supported"),
+        ({TYPE: "linear"}, "scaling.factor is None; expected a number"),
         ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count is 4; supported is 8"),
         ({"llama.attention.value_length": 4}, "value_length is 4; supported is 8"),
         ({"llama.vocab_size": 299}, "llama.vocab_size is 299, but token_embd.weight has 300 rows"),

@@ -1,10 +1,18 @@
 """Rotary frequencies against published numbers and float64; rotation against complex numbers."""
 
 import dataclasses
+import decimal
+import os
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy._core._multiarray_umath import __cpu_dispatch__ as dispatched
+from numpy._core._multiarray_umath import __cpu_features__ as features
 
 from decoder import rope
 from decoder.config import DecoderConfig, RopeScaling
@@ -32,6 +40,60 @@ def llama3(factor: float) -> RopeScaling:
 def test_default_frequencies() -> None:
     expected = 500000.0 ** (-np.arange(0, 128, 2) / 128)
     np.testing.assert_allclose(rope.frequencies(config(128, 5e5)), expected, rtol=2e-7)
+
+
+HEAD_DIMS = (6, 12, 20, 64, 80, 96, 128, 256)
+THETAS = (1e4, 1e5, 5e5, 1e6)
+
+
+def nearest(exact: Decimal) -> np.float32:
+    """The float32 next to a number that is known to 40 digits."""
+    guess = np.float32(float(exact))
+    near = [np.nextafter(guess, np.float32(0)), guess, np.nextafter(guess, np.float32(np.inf))]
+    return min(near, key=lambda one: abs(Decimal(float(one)) - exact))
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_step_is_the_float32_next_to_its_exact_value(head_dim: int, theta: float) -> None:
+    """Exponent, power and inverse, in decimal numbers of 40 digits; no bit is left to chance."""
+    expected = []
+    with decimal.localcontext(prec=40):
+        for pair in range(head_dim // 2):
+            exponent = nearest(Decimal(2 * pair) / head_dim)
+            power = nearest(Decimal(theta) ** Decimal(float(exponent)))
+            expected.append(nearest(1 / Decimal(float(power))))
+    np.testing.assert_array_equal(rope.frequencies(config(head_dim, theta)), expected)
+
+
+def frequencies_of_all() -> str:
+    """Bytes, as hexadecimal digits, of frequencies of many sizes, with scaling and without."""
+    return b"".join(
+        rope.frequencies(config(head_dim, theta, scaling)).tobytes()
+        for head_dim in HEAD_DIMS
+        for theta in THETAS
+        for scaling in (None, RopeScaling("linear", 3.0), llama3(8.0))
+    ).hex()
+
+
+def test_the_same_bytes_on_a_lesser_cpu() -> None:
+    """numpy takes other code on a CPU without this one's instructions; so it does when told to.
+
+    The bytes differ where `frequencies` takes `np.power` in float32.
+    """
+    present = [name for name in dispatched if features[name]]
+    if not present:
+        pytest.skip("this CPU has nothing that numpy would choose its code by")
+    command = "from tests.decoder.test_rope import frequencies_of_all as of; print(of())"
+    lesser = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(present)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert lesser.stdout.strip() == frequencies_of_all()
 
 
 @pytest.mark.parametrize(

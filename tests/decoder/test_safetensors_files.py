@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from decoder.errors import DecoderError
-from decoder.safetensors_files import INDEX, read_folder
+from decoder.loading import load_model
+from decoder.safetensors_files import INDEX, SINGLE, read_folder
 from tests.models import write_tiny_teacher
 
 
@@ -33,7 +35,7 @@ def test_shards_give_what_one_file_gives(tmp_path: Path) -> None:
     assert whole.config == sharded.config
     assert len({tensor.file for tensor in sharded.tensors.values()}) == 3
     for name, tensor in whole.tensors.items():
-        np.testing.assert_array_equal(tensor.read(), sharded.tensors[name].read())
+        assert tensor.equals(sharded.tensors[name])
         assert tensor.digest() == sharded.tensors[name].digest()
 
 
@@ -53,6 +55,90 @@ def test_a_shard_of_another_checkpoint(tmp_path: Path) -> None:
     lost = sorted(tensors)[0]
     save_file({**{key: tensors[key] for key in sorted(tensors)[1:]}, "other": tensors[lost]}, path)
     with pytest.raises(DecoderError, match=rf"missing \['{lost}'\], not listed \['other'\]"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_shards_beside_a_whole_file(tmp_path: Path, complete: bool) -> None:
+    """transformers would take the whole file, whichever was saved last."""
+    whole = (write_tiny_teacher(tmp_path) / SINGLE).read_bytes()
+    shard(tmp_path)
+    (tmp_path / SINGLE).write_bytes(whole)
+    if not complete:
+        (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(
+        DecoderError,
+        match=rf"holds {SINGLE}, and {INDEX}, which names other files: model-00001-of-00003.* "
+        rf"\(3 in all\).*Remove {INDEX} and its files if {SINGLE} is meant",
+    ):
+        read_folder(tmp_path)
+
+
+def test_an_index_of_one_file(tmp_path: Path) -> None:
+    """Nothing is doubtful about it."""
+    expected = read_folder(write_tiny_teacher(tmp_path)).tensors
+    weight_map = dict.fromkeys(expected, SINGLE)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert read_folder(tmp_path).tensors.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_adapter(tmp_path: Path, alone: bool) -> None:
+    if not alone:
+        write_tiny_teacher(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(DecoderError, match=r"holds adapter_config.json: .* Merge the adapter fir"):
+        read_folder(tmp_path)
+
+
+PLAIN = np.asarray([10000.0 ** (-pair / 4) for pair in range(4)], np.float32)
+
+
+def with_frequencies(folder: Path, stored: np.ndarray, **settings: Any) -> Path:
+    """A checkpoint of head_dim 8 that repeats its rotary frequencies in the second layer."""
+    write_tiny_teacher(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    tensors = load_file(folder / SINGLE)
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = stored
+    save_file(tensors, folder / SINGLE)
+    return folder
+
+
+LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("stored", "settings"),
+    [
+        (PLAIN, {}),
+        (PLAIN * np.float32(1.0005), {}),
+        (PLAIN.astype(np.float16), {}),
+        (PLAIN / 4, LINEAR),
+        (PLAIN, LINEAR),
+    ],
+)
+def test_stored_frequencies_that_agree(tmp_path: Path, stored: np.ndarray, settings: dict) -> None:
+    load_model(str(with_frequencies(tmp_path, stored, rope_theta=1e4, **settings)))
+
+
+@pytest.mark.parametrize(
+    ("stored", "settings"),
+    [
+        (PLAIN, {"rope_theta": 5e5}),
+        (PLAIN / 4, {}),
+        (PLAIN[::-1].copy(), {}),
+        (PLAIN * np.float32(1.002), {}),
+        (PLAIN[:3], {}),
+        (PLAIN / 2, LINEAR),
+    ],
+)
+def test_stored_frequencies_that_contradict(
+    tmp_path: Path, stored: np.ndarray, settings: dict
+) -> None:
+    folder = with_frequencies(tmp_path, stored, **{"rope_theta": 1e4, **settings})
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    with pytest.raises(DecoderError, match=rf"{name} says rotary frequencies .*config.json .rope_"):
         read_folder(folder)
 
 

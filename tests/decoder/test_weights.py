@@ -171,7 +171,8 @@ def test_a_redundant_tied_head_of_another_dtype(tmp_path: Path) -> None:
 def test_stored_rotary_frequencies_are_accepted(tmp_path: Path) -> None:
     write_tiny_teacher(tmp_path)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    load_model(change(tmp_path, lambda t: t.update({name: np.ones(4, np.float32)})))
+    theirs = np.asarray([1, 1e-1, 1e-2, 1e-3], np.float32)
+    load_model(change(tmp_path, lambda t: t.update({name: theirs})))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

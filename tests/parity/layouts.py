@@ -73,6 +73,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {
         **_GEMMA,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
         "sliding_window": 24,
         "layer_types": _ALTERNATING,
         "query_pre_attn_scalar": 7,
@@ -120,6 +122,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 2,
         "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 24,
     },
 }
 
@@ -128,22 +132,25 @@ def model_type(layout: str) -> str:
     return LAYOUTS[layout].get("model_type", layout)
 
 
-def settings(layout: str) -> dict[str, Any]:
+def settings(layout: str, **changes: Any) -> dict[str, Any]:
     """Keywords of the configuration class."""
     given = {key: value for key, value in LAYOUTS[layout].items() if key != "model_type"}
-    merged = {**COMMON, **given}
+    merged = {**COMMON, **given, **changes}
     if model_type(layout) == "phi3":
         del merged["head_dim"]  # transformers checks rotary sizes against the derived one
     return merged
 
 
-def write(folder: Path, layout: str, seed: int = 0, dtype: str = "float32") -> Any:
-    """Saves a random model in `dtype`; returns it as transformers loads it again, in float32."""
+def write(folder: Path, layout: str, seed: int = 0, dtype: str = "float32", **changes: Any) -> Any:
+    """Saves a random model in `dtype`; returns it as transformers loads it again, in float32.
+
+    `changes` are keywords of the configuration class, before the layout's.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type(layout), **settings(layout))
+    config = AutoConfig.for_model(model_type(layout), **settings(layout, **changes))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     randomise(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)

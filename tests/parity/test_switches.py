@@ -19,7 +19,7 @@ from flax import nnx
 import decoder.attention
 from decoder.model import Decoder, Layer
 from tests.parity.layouts import logits, random_tokens, write
-from tests.parity.test_families import SHORT, decoder_at, row_logits
+from tests.parity.test_families import FAMILIES, SHORT, decoder_at, row_logits
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 
@@ -95,6 +95,14 @@ def no_query_bias(layer: Layer) -> None:
     layer.attention.query.bias = None
 
 
+def no_output_bias(layer: Layer) -> None:
+    layer.attention.output.bias = None
+
+
+def no_gate_bias(layer: Layer) -> None:
+    layer.mlp.gate.bias = None
+
+
 def local_everywhere(layer: Layer) -> None:
     layer.rope = "local"
 
@@ -108,6 +116,10 @@ SWITCHES: dict[tuple[str, str], Callable[[Decoder], Decoder]] = {
     ("qwen2", "no bias"): in_layers(no_query_bias),
     ("qwen3", "no head norm"): in_layers(no_head_norms),
     ("qwen3", "one norm for both"): in_layers(key_norm_for_queries),
+    ("qwen3_biases", "no query bias"): in_layers(no_query_bias),
+    ("qwen3_biases", "no output bias"): in_layers(no_output_bias),
+    ("qwen3_biases", "no windows"): with_config(windows=()),
+    ("qwen3_biases", "windows in the other layers"): with_config(windows=(0, 31, 0, 31)),
     ("gemma", "no embedding scale"): with_config(scaled_embedding=False),
     ("gemma", "norms without the 1"): with_config(norm="plain"),
     ("gemma", "silu"): with_config(activation="silu"),
@@ -119,23 +131,45 @@ SWITCHES: dict[tuple[str, str], Callable[[Decoder], Decoder]] = {
     ("gemma2", "windows in the other layers"): with_config(windows=(0, 24, 0, 24)),
     ("gemma2", "no norms after"): in_layers(no_post_norms),
     ("gemma2", "norms in another order"): in_layers(norms_swapped),
+    ("gemma2", "no embedding scale"): with_config(scaled_embedding=False),
+    ("gemma2", "norms without the 1"): with_config(norm="plain"),
+    ("gemma3_text", "no embedding scale"): with_config(scaled_embedding=False),
+    ("gemma3_text", "norms without the 1"): with_config(norm="plain"),
+    ("gemma3_text", "no query scalar"): with_config(query_scalar=None),
+    ("gemma3_text", "no windows"): with_config(windows=()),
+    ("gemma3_text", "windows in the other layers"): with_config(windows=(0, 24, 0, 24)),
+    ("gemma3_text", "no norms after"): in_layers(no_post_norms),
+    ("gemma3_text", "norms in another order"): in_layers(norms_swapped),
     ("gemma3_text", "one rope for all"): with_config(ropes=()),
     ("gemma3_text", "the local rope for all"): in_layers(local_everywhere),
     ("gemma3_text", "no rope scaling"): with_config(rope_scaling=None),
     ("gemma3_text", "no head norm"): in_layers(no_head_norms),
+    ("gemma3_text", "one norm for both"): in_layers(key_norm_for_queries),
     ("gemma3_text", "no output cap"): with_config(output_cap=None),
     ("smollm3", "rope in all layers"): with_config(ropes=()),
     ("smollm3", "rope in the other layers"): with_config(
         ropes=("none", "global", "none", "global")
     ),
     ("smollm3_windows", "no windows"): with_config(windows=()),
+    ("smollm3_windows", "windows in the other layers"): with_config(windows=(0, 24, 24, 0)),
+    ("smollm3_windows", "no query bias"): in_layers(no_query_bias),
+    ("smollm3_windows", "no output bias"): in_layers(no_output_bias),
+    ("smollm3_windows", "no bias of the MLP"): in_layers(no_gate_bias),
     ("phi3", "gate and up swapped"): in_layers(gate_and_up_swapped),
     ("phi3", "keys and values swapped"): in_layers(keys_and_values_swapped),
     ("phi3", "no window"): with_config(windows=()),
     ("olmo2", "norms before"): in_layers(norms_before),
     ("olmo2", "no head norm"): in_layers(no_head_norms),
     ("mixtral", "shares that do not add up"): with_config(shares_add_up=False),
+    ("mixtral", "no window"): with_config(windows=()),
+    ("mixtral", "a window of one more"): with_config(windows=(41, 41, 41)),
     ("mixtral", "one expert"): with_config(experts_used=1),
+    ("qwen3_moe", "one expert less"): with_config(experts_used=2),
+    ("qwen3_moe", "no head norm"): in_layers(no_head_norms),
+    ("qwen3_moe_sums", "no window"): with_config(windows=()),
+    ("qwen3_moe_sums", "a window of one more"): with_config(windows=(25,) * 4),
+    ("qwen3_moe_sums", "no query bias"): in_layers(no_query_bias),
+    ("qwen3_moe_sums", "no output bias"): in_layers(no_output_bias),
     ("qwen3_moe", "shares that do not add up"): with_config(shares_add_up=False),
     ("qwen3_moe_sums", "shares that add up"): with_config(shares_add_up=True),
 }
@@ -168,11 +202,14 @@ def interleaved(queries, keys, values, *rest):
 @pytest.mark.parametrize(
     ("layout", "target", "wrong"),
     [
-        *((layout, "decoder.rope.rotate", pairs) for layout in ("gemma", "qwen2", "phi3")),
-        *(
-            (layout, "decoder.model.attend", interleaved)
-            for layout in ("gemma2", "qwen2", "olmo2", "phi3")
-        ),
+        (layout, target, wrong)
+        for target, wrong in (
+            ("decoder.rope.rotate", pairs),
+            ("decoder.model.attend", interleaved),
+        )
+        for layout in FAMILIES
+        # Gemma has one key head, or as many as heads.
+        if not (layout == "gemma" and wrong is interleaved)
     ],
 )
 def test_layouts_of_heads_are_seen(
