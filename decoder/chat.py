@@ -20,31 +20,34 @@ the tokenizer's settings add BOS and the template did not write it, one is put b
 start are refused. EOS is the template's business alone. A special token's text inside a message
 becomes that token, with which a message could end its own turn and forge the next:
 `special_text` finds such places, and `encode_chat` and `encode_turns` refuse them unless told to
-keep them. JAX is not imported.
+keep them; also where only the ids show them (`decoder/chat_messages.py`). JAX is not imported.
 """
 
 import bisect
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import tokenizers
 from jaxtyping import Bool, UInt32
 
+from decoder.chat_messages import (
+    ASSISTANT,
+    Message,
+    checked,
+    refuse_formed_specials,
+    refuse_special_text,
+)
+from decoder.chat_messages import special_text as special_text
 from decoder.chat_template import render
 from decoder.errors import DecoderError
 from decoder.tokenizer import Tokenizer
 
-# {"role": str, "content": str}; other keys only if their value is None. Checked here, message by
-# message, as conversations come from files.
-Message = Any
-
-ASSISTANT = "assistant"
+_PROBE = "stillroom"  # what the assistant says where only the template's own text is wanted
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def render_chat(
     Raises `DecoderError` for a message that is not of that form, for a conversation that the
     template refuses, and for a template that cannot be used; numbers of messages start at 1.
     """
-    return _render(tokenizer, _checked(messages), add_generation_prompt, date)
+    return _render(tokenizer, checked(messages), add_generation_prompt, date)
 
 
 def encode_chat(
@@ -103,12 +106,17 @@ def encode_chat(
     Arguments and errors are those of `render_chat`; and a special token's text inside a message
     is refused, or with `keep_specials` becomes that token.
     """
-    plain = _checked(messages)
+    plain = checked(messages)
     if not keep_specials:
-        _refuse_specials(tokenizer, plain)
-    return _with_bos(
-        tokenizer, tokenizer.encode(_render(tokenizer, plain, add_generation_prompt, date))
-    )
+        refuse_special_text(tokenizer, plain)
+
+    def text(changed: list[dict[str, str]]) -> str:
+        return _render(tokenizer, changed, add_generation_prompt, date)
+
+    ids = tokenizer.encode(text(plain))
+    if not keep_specials:
+        refuse_formed_specials(tokenizer, plain, ids, text)
+    return _with_bos(tokenizer, ids)
 
 
 def encode_turns(
@@ -131,9 +139,9 @@ def encode_turns(
     as does one that the assistant begins, and is to be encoded up to each turn, one by one,
     which is also what the model reads when it answers.
     """
-    plain = _checked(messages)
+    plain = checked(messages)
     if not keep_specials:
-        _refuse_specials(tokenizer, plain)
+        refuse_special_text(tokenizer, plain)
     text = _render(tokenizer, plain, False, date)
     turns = _generation_blocks(tokenizer, plain, text, date) or _turns(tokenizer, plain, text, date)
     encoding = _offsets_backend(tokenizer).encode(text, add_special_tokens=False)
@@ -141,7 +149,12 @@ def encode_turns(
     mask = np.zeros(len(starts), bool)
     for first, end in turns:
         mask |= (first <= starts) & (starts < end)
-    ids = _with_bos(tokenizer, np.asarray(encoding.ids, np.uint32))
+    plain_ids = np.asarray(encoding.ids, np.uint32)
+    if not keep_specials:
+        refuse_formed_specials(
+            tokenizer, plain, plain_ids, lambda changed: _render(tokenizer, changed, False, date)
+        )
+    ids = _with_bos(tokenizer, plain_ids)
     return ids, np.concatenate([np.zeros(len(ids) - len(mask), bool), mask])
 
 
@@ -152,12 +165,11 @@ def end_of_turn(tokenizer: Tokenizer, date: datetime.date | None = None) -> EndO
     It is often not the tokenizer's EOS: `<end_of_turn>` (Gemma), `<|eot_id|>` (Llama 3),
     `<|im_end|>` (ChatML). Raises `DecoderError` for a template that cannot be rendered.
     """
-    answer = "stillroom"
-    messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": answer}]
+    messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _PROBE}]
     text = _settled(tokenizer, messages, date)
-    if answer not in text:
+    if _PROBE not in text:
         return EndOfTurn(None, None, "the template does not write the assistant's text as it is")
-    after = text[text.rindex(answer) + len(answer) :]
+    after = text[text.rindex(_PROBE) + len(_PROBE) :]
     added = tokenizer.backend.get_added_tokens_decoder()
     for token_id in tokenizer.encode(after).tolist():
         if token_id in added and added[token_id].content.strip():
@@ -165,83 +177,6 @@ def end_of_turn(tokenizer: Tokenizer, date: datetime.date | None = None) -> EndO
     return EndOfTurn(
         None, None, f"after the assistant's text comes {after!r}, in which no token is special"
     )
-
-
-def special_text(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[tuple[int, str]]:
-    """The special tokens whose text stands in a message's role or content.
-
-    Pairs of the message's number, from 1, and the token, in order. Looked for are the tokens
-    that the tokenizer declares special, its BOS and EOS. `<think>` and the like, which it
-    declares ordinary, may be written; and so may an end of turn that it declares ordinary.
-    """
-    pattern = _special_pattern(tokenizer)
-    return [
-        (number, found)
-        for number, message in enumerate(_checked(messages), 1)
-        for text in (message["role"], message["content"])
-        for found in pattern.findall(text)
-    ]
-
-
-def _checked(messages: Sequence[Message]) -> list[dict[str, str]]:
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise DecoderError(f"expected a list of messages, found {type(messages).__name__}")
-    if not messages:
-        raise DecoderError("the conversation has no messages; expected at least one")
-    return [
-        _checked_message(message, f"message {number} of {len(messages)}")
-        for number, message in enumerate(messages, 1)
-    ]
-
-
-def _checked_message(message: Message, name: str) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise DecoderError(
-            f'{name} is {type(message).__name__}; expected {{"role": …, "content": …}}'
-        )
-    extra = sorted(
-        str(key)
-        for key, value in message.items()
-        if key not in ("role", "content") and value is not None
-    )
-    if extra:
-        raise DecoderError(
-            f"{name} has the keys {', '.join(extra)}; a message is a role and a content. Calls of "
-            "tools and images are not supported; put thoughts into the content, as the model "
-            "writes them"
-        )
-    for key in ("role", "content"):
-        value = message.get(key)
-        if not isinstance(value, str):
-            found = "missing" if value is None else f"of the type {type(value).__name__}"
-            raise DecoderError(f"{name}: the {key} is {found}; expected a string")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise DecoderError(
-                f"{name}: the {key} is not valid Unicode: half of a surrogate pair at character "
-                f"{error.start}"
-            ) from error
-    return {"role": str(message["role"]), "content": str(message["content"])}
-
-
-def _refuse_specials(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> None:
-    found = special_text(tokenizer, messages)
-    if found:
-        number, token = found[0]
-        raise DecoderError(
-            f"message {number} of {len(messages)} contains {token!r}, which would become the "
-            f"special token of that text ({len(found)} such places in the conversation). Remove "
-            "or escape it, or pass keep_specials=True if it is meant"
-        )
-
-
-@lru_cache(maxsize=8)
-def _special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    added = tokenizer.backend.get_added_tokens_decoder().values()
-    texts = {token.content for token in added if token.special} | {tokenizer.bos, tokenizer.eos}
-    longest_first = sorted(filter(None, texts), key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _with_bos(
@@ -315,6 +250,7 @@ def _turns(
             )
         header = _render(tokenizer, messages[:place], True, date)
         _check_begins(text, header, f"{name}: the generation prompt before")
+        _check_header(tokenizer, messages[:place], header, date)
         turn = _settled(tokenizer, messages[: place + 1], date)
         if end is not None and end in turn[len(header) :]:
             turn = turn[: turn.rindex(end) + len(end)]
@@ -326,6 +262,26 @@ def _turns(
             )
         turns.append((len(header), len(turn)))
     return turns
+
+
+def _check_header(
+    tokenizer: Tokenizer,
+    before: list[dict[str, str]],
+    header: str,
+    date: datetime.date | None,
+) -> None:
+    """Refuse a template that writes a header into the turn, for want of a generation prompt."""
+    if header != _render(tokenizer, before, False, date):
+        return
+    text = _render(tokenizer, [*before, {"role": ASSISTANT, "content": _PROBE}], False, date)
+    written = text[len(header) :].partition(_PROBE)[0] if text.startswith(header) else text
+    if written.strip():
+        raise DecoderError(
+            "this chat template ignores add_generation_prompt, and writes "
+            f"{written[:40]!r} before the assistant's text; the mask of the assistant's turns "
+            "cannot be told. Use a template that writes that header as the generation prompt, or "
+            "one with {% generation %} blocks"
+        )
 
 
 def _check_begins(text: str, part: str, what: str) -> None:

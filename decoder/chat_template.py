@@ -26,6 +26,7 @@ _TEMPLATE_FAILS = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
     RecursionError,
     TypeError,
     ValueError,
@@ -73,7 +74,10 @@ def render(
         given.update(zip(_MARKS, marks, strict=True))
 
     def attempt(count: int) -> str:
-        return template.render(messages=[dict(message) for message in messages[:count]], **given)
+        text = template.render(messages=[dict(message) for message in messages[:count]], **given)
+        text.encode()
+        _refuse_addresses(text, source or "", messages)
+        return text
 
     try:
         return attempt(len(messages))
@@ -100,6 +104,8 @@ def _reason(error: Exception) -> str:
         return f"line {error.lineno}: {error.message}"
     if isinstance(error, jinja2.TemplateError):
         return str(error.message)
+    if isinstance(error, UnicodeEncodeError):
+        return "it writes half of a surrogate pair, which is no Unicode text"
     return f"{type(error).__name__}: {error}"
 
 
@@ -115,6 +121,7 @@ def _compiled(source: str | None) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=_Undefined,
+        finalize=_printable,
         extensions=["jinja2.ext.loopcontrols", _GenerationBlocks],
     )
     environment.globals["raise_exception"] = _raise_exception
@@ -124,7 +131,7 @@ def _compiled(source: str | None) -> jinja2.Template:
     try:
         names = find_undeclared_variables(environment.parse(source))
         template = environment.from_string(source)
-    except jinja2.TemplateError as error:
+    except (*_TEMPLATE_FAILS, SyntaxError) as error:
         raise DecoderError(f"the chat template is not understood: {_reason(error)}") from error
     known = ("bos_token", "eos_token")
     unknown = sorted(name for name in names if name.endswith("_token") and name not in known)
@@ -135,6 +142,37 @@ def _compiled(source: str | None) -> jinja2.Template:
             "template"
         )
     return template
+
+
+def _printable(value: Any) -> Any:
+    """What a template prints; of other values the text is another one in each process."""
+    if not _is_plain(value):
+        raise jinja2.TemplateRuntimeError(
+            f"it prints a value of the type {type(value).__name__}, which is no text of its own; "
+            "expected a string, a number, or a list or dict of them"
+        )
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return type(value) is dict and all(map(_is_plain, [*value, *value.values()]))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float | jinja2.Undefined)
+
+
+_ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-fA-F]+>")
+
+
+def _refuse_addresses(text: str, source: str, messages: Sequence[Mapping[str, str]]) -> None:
+    """Refuse objects that became text before they were printed, as in `namespace() ~ ''`."""
+    given = "".join([source, *(part for message in messages for part in message.values())])
+    for found in _ADDRESS.findall(text):
+        if found not in given:
+            raise jinja2.TemplateRuntimeError(
+                f"it prints {found}, a place in memory, which is another one each time"
+            )
 
 
 class _Undefined(jinja2.Undefined):

@@ -168,6 +168,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DecoderError(f"{path} is not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise DecoderError(f"{path} is not understood: its JSON is nested too deep") from error
     if not isinstance(value, dict):
         raise DecoderError(f"{path} holds a JSON {type(value).__name__}; expected an object")
     return value

@@ -228,8 +228,9 @@ def build_tokenizer(
     """A tokenizer from a parsed tokenizer.json and the settings beside it.
 
     Where `adds_bos` or `adds_eos` is None, the definition's own post-processor decides.
-    Truncation and padding are switched off. Raises `DecoderError` for a
-    definition that the `tokenizers` library refuses.
+    Truncation and padding are switched off. Raises `DecoderError` for a definition that the
+    `tokenizers` library refuses, and for a post-processor that decides for another token than
+    the one named.
     """
     canonical = canonical_json({**definition, "truncation": None, "padding": None})
     first, last = _insertions(canonical)
@@ -237,9 +238,19 @@ def build_tokenizer(
         canonical,
         bos,
         eos,
-        adds_bos=(bos is not None and first == bos) if adds_bos is None else adds_bos,
-        adds_eos=(eos is not None and last == eos) if adds_eos is None else adds_eos,
+        adds_bos=_decided("BOS", bos, first) if adds_bos is None else adds_bos,
+        adds_eos=_decided("EOS", eos, last) if adds_eos is None else adds_eos,
         chat_template=chat_template,
+    )
+
+
+def _decided(name: str, token: str | None, inserted: str | None) -> bool:
+    """Whether the token is inserted. Without one named, what is inserted does not count."""
+    if token is None or inserted is None or token == inserted:
+        return token is not None and token == inserted
+    raise DecoderError(
+        f"the {name} token is {token!r}, but the post-processor of tokenizer.json adds "
+        f"{inserted!r} in its place. Make tokenizer_config.json and tokenizer.json agree"
     )
 
 

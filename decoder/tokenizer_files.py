@@ -1,5 +1,6 @@
 """Tokenizers from a folder in Hugging Face's layout."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,29 +8,57 @@ from typing import Any
 from decoder.checkpoint import read_json
 from decoder.errors import DecoderError
 from decoder.tokenizer import Tokenizer, build_tokenizer
+from decoder.tokenizer_added import merged_settings, token_text, with_named_tokens
+
+# What `Tokenizer.files` writes. Its two settings count, whatever the post-processor does: it keeps
+# those of GGUF files, whose tokenizer has no post-processor.
+_OWN_KEYS = {"bos_token", "eos_token", "add_bos_token", "add_eos_token", "tokenizer_class"}
 
 
 def from_folder(folder: Path) -> Tokenizer:
     """tokenizer.json with the special tokens and template that stand beside it.
 
-    An explicit `add_bos_token` or `add_eos_token` of tokenizer_config.json wins
-    over the post-processor of tokenizer.json.
+    What those files name and tokenizer.json lacks is added as `transformers` adds it. An
+    `add_bos_token` or `add_eos_token` that contradicts the post-processor of tokenizer.json is
+    refused, except in files of `Tokenizer.files`. Raises `DecoderError`.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not (folder / "tokenizer.json").is_file():
         raise DecoderError(_missing(folder))
-    settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            settings.update(read_json(folder / name))
-    return build_tokenizer(
-        read_json(path),
-        bos=_token(settings, "bos_token"),
-        eos=_token(settings, "eos_token"),
-        adds_bos=_flag(settings, "add_bos_token"),
-        adds_eos=_flag(settings, "add_eos_token"),
-        chat_template=_template(folder, settings),
+    definition = read_json(folder / "tokenizer.json")
+    config, older, added = (
+        read_json(folder / name) if (folder / name).is_file() else None
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
     )
+    try:
+        settings = merged_settings(config or {}, older)
+        definition = with_named_tokens(definition, settings, added)
+        return _build(definition, settings, _template(folder, settings))
+    except DecoderError as error:
+        raise DecoderError(f"{folder}: {error}") from error
+
+
+def _build(
+    definition: Mapping[str, Any], settings: Mapping[str, Any], template: str | None
+) -> Tokenizer:
+    stated = {name: _flag(settings, f"add_{name}_token") for name in ("bos", "eos")}
+    own = set(settings) == _OWN_KEYS and settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    tokenizer = build_tokenizer(
+        definition,
+        bos=token_text(settings, "bos_token"),
+        eos=token_text(settings, "eos_token"),
+        adds_bos=stated["bos"] if own else None,
+        adds_eos=stated["eos"] if own else None,
+        chat_template=template,
+    )
+    for name, adds in (("bos", tokenizer.adds_bos), ("eos", tokenizer.adds_eos)):
+        if stated[name] is not None and stated[name] != adds:
+            raise DecoderError(
+                f"tokenizer_config.json says add_{name}_token {str(stated[name]).lower()}, but the "
+                f"post-processor of tokenizer.json adds {'one' if adds else 'none'}, which is what "
+                "transformers 5.24 follows. Make them agree: to follow tokenizer.json too, remove "
+                f"add_{name}_token"
+            )
+    return tokenizer
 
 
 def _missing(folder: Path) -> str:
@@ -45,15 +74,6 @@ def _missing(folder: Path) -> str:
     )
 
 
-def _token(settings: Mapping[str, Any], key: str) -> str | None:
-    """A special token, given as its text or as an object with the text in `content`."""
-    value = settings.get(key)
-    text = value.get("content") if isinstance(value, Mapping) else value
-    if text is not None and not isinstance(text, str):
-        raise DecoderError(f"tokenizer_config.json: {key} is {value!r}; expected a token's text")
-    return text
-
-
 def _flag(settings: Mapping[str, Any], key: str) -> bool | None:
     value = settings.get(key)
     if value is not None and not isinstance(value, bool):
@@ -65,11 +85,33 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The chat template: a file of its own, one text, or the list entry named "default"."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_bytes().decode()
-    template = settings.get("chat_template")
+        try:
+            return path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise DecoderError(
+                f"{path.name} is not UTF-8 text: {error.reason} at byte {error.start}. Save it as "
+                "UTF-8"
+            ) from error
+    template, path = settings.get("chat_template"), folder / "tokenizer_config.json"
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        template = _default_template(template, path)
     if template is not None and not isinstance(template, str):
-        raise DecoderError(f"tokenizer_config.json: chat_template is {type(template).__name__}")
+        raise DecoderError(
+            f"{path.name}: chat_template is {type(template).__name__}; expected a string"
+        )
+    if template is not None and re.search("[\ud800-\udfff]", template):
+        raise DecoderError(
+            f"{path.name}: chat_template is not valid Unicode: half of a surrogate pair"
+        )
     return template
+
+
+def _default_template(entries: list[Any], path: Path) -> Any:
+    for entry in entries:
+        if not isinstance(entry, Mapping) or not {"name", "template"} <= set(entry):
+            raise DecoderError(
+                f"{path.name}: an entry of the list chat_template is {entry!r}; expected "
+                '{"name": …, "template": …}'
+            )
+    named = {entry["name"]: entry["template"] for entry in entries}
+    return named.get("default")

@@ -29,6 +29,12 @@ DAY = datetime.date(2024, 7, 6)
         ("{{ messages[1].role.x.y }}", r"fails at message 1 of 2 .* has no attribute|undefined"),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
         ("{{ range(1000000) | length }}", "OverflowError: Range too big"),
+        ("{{ 'a' * 10**18 }}", "fails at message 1 of 2.*: MemoryError"),
+        ("{{ 'a' | center(10**18) }}", "fails at message 1 of 2.*: (Memory|Overflow)Error"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "not understood: RecursionError"),
+        ("{% if 1 %}" * 400 + "{% endif %}" * 400, "not understood: (RecursionError|SyntaxError)"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails at .*: RecursionError"),
+        ("{{ '\\ud800' }}", "fails at message 1 of 2 .* writes half of a surrogate pair"),
         ("{{ strftime_now('%H:%M') }}", "it writes the date, which would give other tokens"),
         (
             "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -40,6 +46,47 @@ DAY = datetime.date(2024, 7, 6)
 def test_templates_that_fail(template: str, expected: str) -> None:
     with pytest.raises(DecoderError, match=expected):
         render_chat(with_template(template), [user("a"), assistant("b")])
+
+
+@pytest.mark.parametrize(
+    ("printed", "kind"),
+    [
+        ("strftime_now", "function"),
+        ("raise_exception", "function"),
+        ("namespace()", "Namespace"),
+        ("joiner()", "Joiner"),
+        ("self", "TemplateReference"),
+        ("messages[0].items", "builtin_function_or_method"),
+        ("messages[0].items()", "dict_items"),
+        ("messages | map(attribute='role')", "generator"),
+        ("messages[0].content.encode()", "bytes"),
+        ("[1, {'a': (namespace(),)}]", "list"),
+        ("{'a': cycler('a')}", "dict"),
+    ],
+)
+def test_objects_are_not_printed(printed: str, kind: str) -> None:
+    """Their text has a place in memory: other bytes in each process."""
+    template = with_template("{% for m in messages %}{{ " + printed + " }}{% endfor %}")
+    with pytest.raises(DecoderError, match=f"fails at .*: it prints a value of the type {kind},"):
+        render_chat(template, [user("a"), assistant("b")])
+
+
+@pytest.mark.parametrize(
+    "printed", ["joiner() ~ ''", "joiner() | string", "'%s' % joiner()", "[joiner()] | join"]
+)
+def test_places_in_memory_are_not_printed(printed: str) -> None:
+    with pytest.raises(DecoderError, match=r"at message 1 of 1.*: it prints <.* at 0x.*>, a"):
+        render_chat(with_template("{{ " + printed + " }}"), [user("a")])
+    said = "<function f at 0x7f12>"
+    assert render_chat(with_template("{{ messages[0].content }}"), [user(said)]) == said
+    assert render_chat(with_template("a" + said), [user("a")]) == "a" + said
+
+
+def test_plain_values_are_printed() -> None:
+    template = "{{ [1, 2.5, true, none, ('a',)] }}{{ {'a': messages[0]} }}{{ nothing }}{{ none }}"
+    assert render_chat(with_template(template), [user("b")]) == (
+        "[1, 2.5, True, None, ('a',)]{'a': {'role': 'user', 'content': 'b'}}None"
+    )
 
 
 def test_roles_that_a_template_refuses() -> None:

@@ -2,11 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decoder.errors import DecoderError
-from decoder.tokenizer import load_tokenizer
+from decoder.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
+from tests.decoder.chat_families import FAMILIES
+from tests.decoder.tokenizer_folders import (
+    ADDED,
+    CONSISTENT,
+    EOT_ID,
+    FOLLOWED,
+    REFUSED,
+    write_folder,
+)
 from tests.models import BOS, EOS, write_tiny_tokenizer
 
 
@@ -30,20 +40,125 @@ def test_special_tokens_as_text_or_object(tmp_path: Path) -> None:
 
 
 def test_special_tokens_map(tmp_path: Path) -> None:
-    """An older file beside it, which tokenizer_config.json overrides."""
+    """An older file, which overrides tokenizer_config.json unless that has a list of tokens."""
     write_tiny_tokenizer(tmp_path)
     (tmp_path / "special_tokens_map.json").write_text(
         json.dumps({"bos_token": {"content": BOS}, "eos_token": BOS})
     )
     tokenizer = load_tokenizer(settings(tmp_path, eos_token=EOS))
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 2)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 0)
+    tokenizer = load_tokenizer(settings(tmp_path, eos_token=EOS, added_tokens_decoder={}))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 2)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert load_tokenizer(str(tmp_path)).eos_id == 0
 
 
-def test_explicit_flags(tmp_path: Path) -> None:
-    write_tiny_tokenizer(tmp_path)
-    fields = {"bos_token": BOS, "eos_token": None, "add_bos_token": True, "add_eos_token": None}
-    tokenizer = load_tokenizer(settings(tmp_path, **fields))
-    assert (tokenizer.adds_bos, tokenizer.adds_eos, tokenizer.eos_id) == (True, False, None)
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_tokens_beside_tokenizer_json(name: str, tmp_path: Path) -> None:
+    """They are added; the parity tests say that the ids are those of transformers."""
+    tokenizer = load_tokenizer(str(write_folder(tmp_path / "a", **FOLLOWED[name])))
+    bare = load_tokenizer(str(write_folder(tmp_path / "b", **FOLLOWED[name], beside=False)))
+    added = {one.content: number for number, one in added_tokens(tokenizer).items()}
+    for content, token_id in ADDED[name].items():
+        assert added[content] == token_id
+        assert token_id in tokenizer.encode(f"a {content} b").tolist()
+        assert repr(added_tokens(tokenizer)[token_id]) != repr(added_tokens(bare).get(token_id))
+    assert len(added) == len({*added, *ADDED[name]})
+    assert ADDED[name] or tokenizer.eos_id != bare.eos_id
+    # What we write has them all.
+    again = tokenizer_from_files(tokenizer.files())
+    assert again == tokenizer
+    assert again.fingerprint == tokenizer.fingerprint
+
+
+def test_flags_beside_tokenizer_json(tmp_path: Path) -> None:
+    ids = {
+        name: load_tokenizer(str(write_folder(tmp_path / name.split()[-1], **FOLLOWED[name])))
+        .encode("a  <|eot_id|>  b")
+        .tolist()
+        for name in ("decoder, other lstrip", "decoder, other rstrip")
+    }
+    plain = load_tokenizer(str(write_folder(tmp_path / "plain")))
+    a, space, b = (plain.encode(text).tolist() for text in ("a", " ", "b"))
+    assert plain.encode("a  <|eot_id|>  b").tolist() == [*a, *space * 2, EOT_ID, *space * 2, *b]
+    assert list(ids.values()) == [[*a, EOT_ID, *space * 2, *b], [*a, *space * 2, EOT_ID, *b]]
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "normalized"),
+    [
+        ("pad, new", True, False),
+        ("pad, an object not declared special", True, False),
+        ("decoder, new and ordinary", False, True),
+        ("decoder, new and named", True, False),
+        ("added_tokens.json", False, True),
+        ("added_tokens.json, named", True, False),
+        ("added_tokens.json, named by an object", True, True),
+    ],
+)
+def test_named_tokens_are_special(
+    name: str, special: bool, normalized: bool, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(str(write_folder(tmp_path, **FOLLOWED[name])))
+    (token_id,) = ADDED[name].values()
+    token = added_tokens(tokenizer)[token_id]
+    assert (token.special, token.normalized) == (special, normalized)
+
+
+@pytest.mark.parametrize("name", CONSISTENT)
+def test_tokens_that_tokenizer_json_has(name: str, tmp_path: Path) -> None:
+    """Nothing is rewritten: the definition and so the fingerprint are as without those files."""
+    tokenizer = load_tokenizer(str(write_folder(tmp_path / "a", **CONSISTENT[name])))
+    plain = load_tokenizer(str(write_folder(tmp_path / "b")))
+    assert tokenizer == plain
+    assert tokenizer.fingerprint == plain.fingerprint
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tokens_that_are_refused(name: str, tmp_path: Path) -> None:
+    case, message = REFUSED[name]
+    with pytest.raises(DecoderError, match=message) as error:
+        load_tokenizer(str(write_folder(tmp_path, **case)))
+    assert str(tmp_path) in str(error.value)
+
+
+def added_tokens(tokenizer: Tokenizer) -> dict[int, Any]:
+    return tokenizer.backend.get_added_tokens_decoder()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("llama3", {"add_bos_token": False}, "add_bos_token false, but .* adds one.*remove add_b"),
+        ("smollm2", {"add_bos_token": True}, "add_bos_token true, but the post-.* adds none"),
+        ("llama3", {"add_eos_token": True}, "add_eos_token true, but the post-.* adds none"),
+        ("llama3", {"add_bos_token": True, "add_eos_token": False}, None),
+        ("smollm2", {"add_bos_token": False}, None),
+    ],
+)
+def test_explicit_flags(
+    tmp_path: Path, family: str, fields: dict[str, bool], message: str | None
+) -> None:
+    """They have to agree with the post-processor, which transformers 5 follows."""
+    folder = write_folder(tmp_path, family, config=fields)
+    if message is not None:
+        with pytest.raises(DecoderError, match=message):
+            load_tokenizer(str(folder))
+        return
+    adds_bos, adds_eos = (fields.get(key, False) for key in ("add_bos_token", "add_eos_token"))
+    tokenizer = load_tokenizer(str(folder))
+    assert (tokenizer.adds_bos, tokenizer.adds_eos) == (adds_bos, adds_eos)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("family", ["llama3", "smollm2"])
+def test_flags_of_our_own_files(tmp_path: Path, family: str, adds: bool) -> None:
+    """As of a GGUF file, whose tokenizer has no post-processor."""
+    (made,) = (one for one in FAMILIES if one.name == family)
+    tokenizer = made.tokenizer(adds_bos=adds)
+    for name, data in tokenizer.files().items():
+        (tmp_path / name).write_bytes(data)
+    assert load_tokenizer(str(tmp_path)) == tokenizer == tokenizer_from_files(tokenizer.files())
 
 
 @pytest.mark.parametrize(
@@ -93,13 +208,21 @@ def test_a_function_has_none() -> None:
         ({"bos_token": 3}, "bos_token is 3; expected a token's text"),
         ({"add_bos_token": "yes"}, "add_bos_token is 'yes'; expected true or false"),
         ({"chat_template": 3}, "chat_template is int"),
+        (
+            {"chat_template": [{"nam": "x"}]},
+            r"an entry of the list chat_template is \{'nam': 'x'\}",
+        ),
+        ({"chat_template": ["x"]}, "an entry of the list chat_template is 'x'; expected"),
+        ({"chat_template": [{"name": "default", "template": 3}]}, "chat_template is int; expected"),
+        ({"chat_template": "a\ud800"}, "chat_template is not valid Unicode: half of a surrogate"),
         ({"bos_token": "<s>"}, "the BOS token '<s>' is not in the vocabulary"),
     ],
 )
 def test_bad_settings(tmp_path: Path, fields: dict, text: str) -> None:
     write_tiny_tokenizer(tmp_path)
-    with pytest.raises(DecoderError, match=text):
+    with pytest.raises(DecoderError, match=text) as error:
         load_tokenizer(settings(tmp_path, **fields))
+    assert str(tmp_path) in str(error.value)
 
 
 def test_json_that_is_none(tmp_path: Path) -> None:
@@ -107,3 +230,22 @@ def test_json_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{'a': 1}")
     with pytest.raises(DecoderError, match=r"tokenizer.json is not valid JSON"):
         load_tokenizer(str(tmp_path))
+
+
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "chat_template.jinja",
+)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("name", FILES)
+def test_broken_files(tmp_path: Path, name: str, content: bytes) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    if name.endswith(".jinja") and content[:1] == b"[":
+        assert load_tokenizer(str(tmp_path)).chat_template == content.decode()
+        return
+    with pytest.raises(DecoderError, match=f"{name} is not") as error:
+        load_tokenizer(str(tmp_path))
+    assert str(tmp_path) in str(error.value)

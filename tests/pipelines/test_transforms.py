@@ -183,7 +183,7 @@ def test_a_worker_with_another_tokenizer_is_refused(tmp_path):
     made = plan(tmp_path)
     folder = tmp_path / "teacher"
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": "<|im_end|>"}))
     with pytest.raises(WorkerError) as error:
         LayPart(made, Shared()).setup()
     assert "the tokenizer that this worker loaded has fingerprint" in (user_text(error.value) or "")
