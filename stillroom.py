@@ -394,7 +394,9 @@ def _copy(words: list[str]) -> int:
     options = _parse(CopyOptions, "copy", words)
     with counted("Copying", (1_000_000, "MB")) as progress:
         copied = copy(options.source, options.destination, progress=progress)
-    present = f", {copied.present} were there already" if copied.present else ""
+    present = (
+        f", {copied.present} were there already (by receipt and size)" if copied.present else ""
+    )
     print(
         f"{copied.location}: copied {copied.shards - copied.present} of {copied.shards} shards "
         f"({copied.bytes / 1e6:,.1f} MB){present}"

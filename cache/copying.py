@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from cache.errors import CacheError, Damage, DamageError
 from cache.filling import new_run, reopened
-from cache.format import BACKUP, MANIFEST, TOKENIZER, ArraySpec, receipt_key
+from cache.format import BACKUP, COPY_RUN, MANIFEST, TOKENIZER, ArraySpec, receipt_key
 from cache.manifest import Manifest, read_manifest
 from cache.places import check_apart
 from cache.receipt import Receipt, data_digest
@@ -152,7 +152,7 @@ class _Copying:
           CacheError: something else is there.
         """
         place = self._destination
-        wanted = reopened(self._manifest, run=f"copy-{new_run()}").to_bytes()
+        wanted = reopened(self._manifest, run=f"{COPY_RUN}{new_run()}").to_bytes()
         data, generation = place.read_versioned(MANIFEST)
         if data is None:
             if not place.lists:
@@ -190,6 +190,13 @@ class _Copying:
         wanted = reopened(self._manifest, run="x")
         if found.state == "open" and replace(found, run="x") == wanted:
             return
+        known = len(found.receipts)
+        if 0 < known < self._manifest.shards and self._manifest.receipts[:known] == found.receipts:
+            raise CacheError(
+                f"{self._destination.location} holds {found.rows:,} rows of "
+                f"{self._source.location}, which has grown to {self._manifest.rows:,} since. A "
+                f"copy does not change a finished cache. {_FRESH}"
+            )
         state = "an unfinished cache" if found.state == "open" else "a finished cache"
         raise CacheError(
             f"{self._destination.location} holds {state} that is not {self._source.location}: "

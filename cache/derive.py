@@ -129,7 +129,8 @@ def _plan(options: DeriveOptions, recorded: list[dict[str, Any]]) -> _Plan:
     ]
     sources = tuple(source for source, _ in opened)
     digests = [sha256 for _, sha256 in opened]
-    check_joinable(sources, options.rows_per_shard)
+    for note in check_joinable(sources, options.rows_per_shard):
+        _say(note)
     manifests = [source.manifest for source in sources]
     recipe = recipe_of(manifests, digests, options)
     corpus, numberings = join_corpora(manifests)

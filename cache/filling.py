@@ -77,6 +77,11 @@ def begin_fill(
             store.write(BACKUP, wanted.to_bytes())
             return wanted
     found, generation = read_manifest(store)
+    if found.command == "copy":
+        raise error(
+            f"{store.location} holds a copy of a cache that is not finished. Run the same "
+            "`stillroom copy` again, or choose another place. Nothing was changed."
+        )
     lines = differences(found)
     if lines:
         listed = "\n".join(f"  {line}" for line in lines)
@@ -210,9 +215,9 @@ def begin_work(
     if lines:
         listed = "\n".join(f"  {line}" for line in lines)
         raise CacheError(
-            f"other work on {store.location} is not finished:\n{listed}\nFinish it with the "
-            f"command it was begun with, or delete {store.location}/{WORK} to give it up. "
-            "Nothing was changed."
+            f"other work on {store.location} is not finished: `stillroom {found.command}` of "
+            f"{found.corpus.get('description')}. It differs from yours:\n{listed}\nRun that "
+            f"command again, or delete {store.location}/{WORK} to give it up. Nothing was changed."
         )
     taken_over = replace(found, run=wanted.run, software=wanted.software)
     if not store.replace(WORK, taken_over.to_bytes(), generation):

@@ -35,6 +35,9 @@ VERSION = (1, 1)
 MANIFEST = "manifest.json"
 BACKUP = "manifest.backup.json"
 WORK = "work.json"
+COPY_RUN = "copy-"  # how the id of a run begins that copies
+# The index of an array's file takes 16 bytes for each of them, whether or not the row exists.
+MAX_ROWS_PER_SHARD = 2**20
 TOKENIZER = "tokenizer"
 RECEIPTS = "receipts"
 ARRAYS = "arrays"
@@ -181,9 +184,11 @@ class Encoding:
         demand(1 <= self.mantissa_bits <= 10, "mantissa_bits", "between 1 and 10")
         demand(self.rows_per_example in (1, 2), "rows_per_example", "1 or 2")
         demand(
-            self.rows_per_shard >= 1 and self.rows_per_shard % self.rows_per_example == 0,
+            1 <= self.rows_per_shard <= MAX_ROWS_PER_SHARD
+            and self.rows_per_shard % self.rows_per_example == 0,
             "rows_per_shard",
-            f"a positive multiple of rows_per_example ({self.rows_per_example})",
+            f"a positive multiple of rows_per_example ({self.rows_per_example}), at most "
+            f"{MAX_ROWS_PER_SHARD:,}",
         )
 
     @property

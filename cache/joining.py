@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,15 @@ Rows = tuple[str, int, int]
 _OTHERWISE = "Join caches of one teacher that were made with the same settings."
 
 
-def check_joinable(sources: Sequence[Cache], rows_per_shard: int | None) -> None:
+def check_joinable(sources: Sequence[Cache], rows_per_shard: int | None) -> list[str]:
     """Checks that caches can be one: same encoding, capture, teacher and tokenizer; other rows.
 
     Args:
       sources: the caches.
       rows_per_shard: of the joined cache; if None, that of the sources must be the same.
+
+    Returns:
+      What their user should know, one sentence each.
 
     Raises:
       CacheError: they differ, names the fields; or hold the same rows, as far as can be seen.
@@ -53,9 +57,15 @@ def check_joinable(sources: Sequence[Cache], rows_per_shard: int | None) -> None
                 f"{first.location} and {other.location} cannot be joined:\n{listed}\n"
                 f"{_advice(sources, rows_per_shard)} Nothing was written."
             )
-    for place, source in enumerate(sources):
-        for before in sources[:place]:
-            _check_disjoint(before, source)
+    pairs = list(combinations(sources, 2))
+    for before, source in pairs:
+        _check_disjoint(before, source)
+    return [
+        f"{before.location} and {source.location} have documents of one corpus, and may hold the "
+        "same rows, which are then there twice: which rows --sample took is not recorded."
+        for before, source in pairs
+        if _may_share(before.manifest, source.manifest)
+    ]
 
 
 def _advice(sources: Sequence[Cache], rows_per_shard: int | None) -> str:
@@ -139,6 +149,14 @@ def _check_disjoint(one: Cache, other: Cache) -> None:
                     "capture, and joined they would be there twice. Cut one with --rows first. "
                     "Nothing was written."
                 )
+
+
+def _may_share(one: Manifest, other: Manifest) -> bool:
+    """Whether two caches may hold the same rows of a corpus, where that cannot be seen."""
+    if rows_held(one) is not None and rows_held(other) is not None:
+        return False
+    digests = [{corpus["digest"] for corpus in _corpora(manifest)} for manifest in (one, other)]
+    return not digests[0].isdisjoint(digests[1])
 
 
 def rows_held(manifest: Manifest) -> list[Rows] | None:

@@ -18,7 +18,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from cache.errors import CacheError, Damage, DamageError
-from cache.format import ARRAYS, BACKUP, FORMAT, MANIFEST, RECEIPTS, VERSION, WORK, Encoding
+from cache.format import (
+    ARRAYS,
+    BACKUP,
+    COPY_RUN,
+    FORMAT,
+    MANIFEST,
+    RECEIPTS,
+    VERSION,
+    WORK,
+    Encoding,
+)
 from cache.jsonfields import Fields, as_span, digest, parse_object
 from cache.provenance import DERIVED, check_derived
 from cache.statistics import Statistics
@@ -211,6 +221,8 @@ class Manifest:
     @property
     def command(self) -> str:
         """The command that made the cache; of an open manifest, the one that fills it."""
+        if self.run.startswith(COPY_RUN):
+            return "copy"
         if self.first_shard:
             return "append"
         return "derive" if DERIVED in self.capture else "precompute"

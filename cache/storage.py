@@ -55,7 +55,7 @@ class Store:
     def __init__(self, location: str | os.PathLike[str]):
         self.location = os.fspath(location).rstrip("/") or "/"
         # Absolute from the start: a process may change its folder, or open us elsewhere.
-        self._local = None if remote.is_remote(self.location) else Path(self.location).absolute()
+        self._local = None if remote.is_remote(self.location) else _absolute(self.location)
         self._kvstore: Any = None
         self._context = ts.Context(self._resources())
         # Whether there has been an answer, and whether it was an object: the bucket exists.
@@ -352,6 +352,13 @@ def _in_memory(metadata: dict[str, Any]) -> tuple[Any, Any]:
 def chunk_key(index: int, rank: int) -> str:
     """The key of an outer chunk that is cut along the first axis only: c.<index>.0.0"""
     return f"c.{index}" + ".0" * (rank - 1)
+
+
+def _absolute(location: str) -> Path:
+    """A local place from the root on; TensorStore takes no path with ".."."""
+    path = Path(location)
+    # What ".." means after a link is not seen in the path's text.
+    return path.resolve() if ".." in path.parts else path.absolute()
 
 
 def _unfinished(key: str) -> bool:

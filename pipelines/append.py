@@ -23,6 +23,7 @@ from pipelines.options import AppendOptions
 from pipelines.parts import parts_folder
 from pipelines.plan import options_of
 from pipelines.precompute import Outcome, fill
+from pipelines.teacher import named_by_manifest
 
 _OWN = ("cache", "teacher")
 
@@ -50,15 +51,15 @@ def append(options: AppendOptions) -> Outcome:
             "to its source and derive again, or capture the new documents and derive a joined one."
         )
     given = {name: value for name, value in asdict(options).items() if name not in _OWN}
-    wanted = what_is_wanted(
-        options_of(
-            complete,
-            out=options.cache,
-            teacher=options.teacher or complete.teacher["source"],
-            teacher_revision=None if options.teacher else complete.teacher.get("revision"),
-            **given,
-        )
+    asked = options_of(
+        complete,
+        out=options.cache,
+        teacher=options.teacher or complete.teacher["source"],
+        teacher_revision=None if options.teacher else complete.teacher.get("revision"),
+        **given,
     )
+    with named_by_manifest(options.teacher is None and options.tokenizer is None):
+        wanted = what_is_wanted(asked)
     opened = replace(
         wanted.manifest,
         encoding=replace(wanted.manifest.encoding, sealed=complete.encoding.sealed),

@@ -30,7 +30,7 @@ from pipelines.errors import CaptureError, TeacherError
 from pipelines.parts import PartSettings
 from pipelines.plan import Plan, corpus_settings, layout_settings, options_of
 from pipelines.shards import score_rows
-from pipelines.teacher import Teacher
+from pipelines.teacher import Teacher, named_by_manifest
 
 # Libraries whose release decides last bits.
 _DECIDING = ("jax", "jaxlib")
@@ -125,7 +125,8 @@ def audit(options: AuditOptions, progress: Callable[[int, int], None] | None = N
     revision = options.teacher_revision
     if options.teacher is None and revision is None:
         revision = manifest.teacher.get("revision")
-    described = decoder.describe_model(source, revision)
+    with named_by_manifest(options.teacher is None):
+        described = decoder.describe_model(source, revision)
     if described.vocabulary_rows < encoding.vocabulary:
         raise TeacherError(
             f"the teacher {source} has {described.vocabulary_rows:,} rows in its head, the cache "

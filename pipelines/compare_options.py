@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -126,6 +126,13 @@ def _parse_rounding(text: str) -> tuple[Logprobs, int]:
     )
 
 
+# What is asked of a cache as of a teacher.
+_WITH_A_CACHE = (
+    *("cache", "settings", "roundings", "batch", "renormalise", "all", "plot", "json"),
+    *("rows", "seed"),
+)
+
+
 @dataclass(frozen=True)
 class CompareOptions:
     """Compares capture settings on a sample: bytes per token, and what they lose.
@@ -201,20 +208,21 @@ class CompareOptions:
         def demand(holds: bool, name: str, expected: str) -> None:
             if not holds:
                 option = name.replace("_", "-")
-                raise CaptureError(
-                    f"--{option} should be {expected}, found {getattr(self, name)!r}."
-                )
+                value = getattr(self, name)
+                found = " ".join(map(str, value)) if isinstance(value, tuple) else repr(value)
+                raise CaptureError(f"--{option} should be {expected}, found {found}.")
 
         if self.cache is None and not (self.teacher and self.dataset):
             raise CaptureError(
                 "compare needs --teacher and --dataset, or a CACHE of exact entries."
             )
         if self.cache is not None:
-            for option in ("teacher", "dataset", "student"):
-                if getattr(self, option) is not None:
+            for option in fields(self):
+                given = getattr(self, option.name) != option.default
+                if given and option.name not in (*_WITH_A_CACHE, "budget"):
                     raise CaptureError(
-                        f"--{option} and a CACHE exclude each other: a cache is compared without "
-                        "any model. Leave one of them out."
+                        f"--{option.name.replace('_', '-')} and a CACHE exclude each other: a "
+                        "cache is compared as it is, without any model. Leave one of them out."
                     )
             if self.budget is not None:
                 raise CaptureError(

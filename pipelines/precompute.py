@@ -144,6 +144,7 @@ def _lay_parts(plan: Plan) -> list[PartReceipt]:
 def _check_rows(plan: Plan, laid: Sequence[PartReceipt]) -> tuple[str, ...]:
     accounting = total_accounting(laid)
     if not accounting["labels"]:
+        _give_up_addition(plan)
         raise CorpusError(
             f"the corpus has nothing to predict: {accounting['documents']:,} documents, of which "
             f"{accounting['empty_documents']:,} are empty and "
@@ -170,12 +171,18 @@ def _other_corpora(plan: Plan) -> dict[int, dict[str, Any]]:
     return corpora
 
 
+def _give_up_addition(plan: Plan) -> None:
+    """Removes the work on documents that cannot be added, so that others can be."""
+    if plan.finished is not None and plan.manifest.first_shard == plan.finished.shards:
+        plan.store.delete(WORK)
+        plan.store.delete_folder(plan.parts_folder)
+
+
 def _refuse_known_documents(plan: Plan) -> None:
     """Refuses to append documents that the cache has already, and gives up the work on them."""
     for first_shard, corpus in _other_corpora(plan).items():
         if corpus.get("digest") == plan.manifest.corpus["digest"]:
-            plan.store.delete(WORK)
-            plan.store.delete_folder(plan.parts_folder)
+            _give_up_addition(plan)
             raise CorpusError(
                 f"these documents are in the cache already, from shard {first_shard} on "
                 f"({corpus.get('description')}). Nothing was appended."

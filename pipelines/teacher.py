@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 
 import decoder
+from decoder.errors import DecoderError
 from pipelines.errors import TeacherError
 from pipelines.plan import Plan
 from pipelines.scoring import make_scorer, replicate, spread, spreading, teacher_functions
 
 _loads = 0
 _lock = threading.Lock()
+
+
+@contextmanager
+def named_by_manifest(so: bool) -> Iterator[None]:
+    """Adds to what is wrong with a teacher where its name is from, if `so`: not from the user."""
+    try:
+        yield
+    except DecoderError as error:
+        if not so:
+            raise
+        raise TeacherError(
+            f"{error}. That is where the manifest says the teacher was; if it is elsewhere now, "
+            "say so with --teacher."
+        ) from error
 
 
 def loads() -> int:

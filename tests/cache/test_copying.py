@@ -16,8 +16,10 @@ import pytest
 
 import cache
 import stillroom
+from cache import copying
 from cache.copying import Copied, copy
 from cache.errors import CacheError, DamageError
+from cache.filling import begin_fill, reopened
 from cache.format import BACKUP, MANIFEST, WORK, receipt_key
 from cache.manifest import Extent, Manifest
 from cache.shards import TakenOverError, array_chunk_key
@@ -296,9 +298,40 @@ def test_a_place_that_holds_something_else_is_refused(
         settings = {"other": {"seed": 3}, "sampled": {"tail": "sampled"}}.get(what, {"k": 5})
         make_cache(place, complete=what != "unfinished", **settings)
     before = contents(place)
-    with pytest.raises(CacheError, match=r"thesis.tex|not valid JSON|holds an? \w+ cache that is"):
+    said = {
+        "things": "thesis.tex",
+        "damaged": "not valid JSON",
+        "older": r"holds 10 rows of .*grown, which has grown to \d+ since",
+    }.get(what, r"holds an? \w+ cache that is not")
+    with pytest.raises(CacheError, match=said):
         copy(exact_cache.path, place)
     assert contents(place) == before
+
+
+def test_an_unfinished_copy_is_ended_by_copy_alone(exact_cache: Built, tmp_path: Path) -> None:
+    """A capture there would leave out what was appended."""
+    grown = _two_extents(tmp_path / "grown")
+    place = tmp_path / "copy"
+
+    class Stop(BaseException):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "create_arrays", stop)
+        with pytest.raises(Stop):
+            copy(grown.path, place)
+    with pytest.raises(CacheError, match="Run the same `stillroom copy` again"):
+        cache.open(place)
+    before = contents(place)
+    opened = reopened(grown.manifest)
+    with pytest.raises(CacheError, match="a copy of a cache that is not finished"):
+        begin_fill(Store(place), opened, lambda found: [])
+    assert contents(place) == before
+    copy(grown.path, place)
+    assert contents(place) == contents(grown.path)
 
 
 def test_a_place_that_can_only_be_read_is_refused(exact_cache: Built, server: Server) -> None:
@@ -444,7 +477,9 @@ def test_the_command(
     assert stillroom.main(["copy", str(exact_cache.path), str(place)]) == 0
     assert capsys.readouterr().out == f"{place}: copied 3 of 3 shards (0.0 MB)\n"
     assert stillroom.main(["copy", str(exact_cache.path), str(place)]) == 0
-    assert capsys.readouterr().out.endswith("copied 0 of 3 shards (0.0 MB), 3 were there already\n")
+    assert capsys.readouterr().out.endswith(
+        "copied 0 of 3 shards (0.0 MB), 3 were there already (by receipt and size)\n"
+    )
     shard_file(replace(exact_cache, path=place), "tokens", 0).unlink()
     assert stillroom.main(["copy", str(place), str(tmp_path / "next")]) == 1
     assert "shard 0" in capsys.readouterr().err

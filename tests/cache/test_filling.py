@@ -206,7 +206,7 @@ def test_work_is_taken_over_or_refused(exact_cache: Built, copy: Any) -> None:
     with pytest.raises(TakenOverError):
         finish(store, first, 10, built.manifest.accounting)
     before = _objects(store)
-    with pytest.raises(CacheError, match=r"other work on .* is not finished:\n  k: 3") as raised:
+    with pytest.raises(CacheError, match=r"is not finished: `stillroom (?s:.)*\n  k: 3") as raised:
         begin_work(store, reopened(built.manifest), lambda found: ["k: 3"])
     assert "or delete" in str(raised.value)
     assert _objects(store) == before

@@ -79,6 +79,7 @@ def test_a_vocabulary_without_a_type_is_refused(vocabulary: int) -> None:
         ({"mantissa_bits": 0}, "mantissa_bits should be between 1 and 10"),
         ({"mantissa_bits": 11}, "mantissa_bits should be between 1 and 10"),
         ({"rows_per_example": 3}, "rows_per_example should be 1 or 2"),
+        ({"rows_per_shard": 2**20 + 1}, "at most 1,048,576"),
         ({"rows_per_shard": 0}, "a positive multiple of rows_per_example"),
         ({"rows_per_shard": 3, "rows_per_example": 2}, "a positive multiple of rows_per_example"),
     ],

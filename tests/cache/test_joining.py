@@ -23,9 +23,9 @@ def _other(manifest: Manifest, digest: str = "a", documents: int = 7, **changes:
     return replace(manifest, **{"corpus": corpus, "receipts": receipts, **changes})
 
 
-def _check(*manifests: Manifest, rows_per_shard: int | None = None) -> None:
+def _check(*manifests: Manifest, rows_per_shard: int | None = None) -> list[str]:
     caches = [Cache(Store(f"place-{n}"), each) for n, each in enumerate(manifests)]
-    check_joinable(caches, rows_per_shard)
+    return check_joinable(caches, rows_per_shard)
 
 
 def _with_history(manifest: Manifest, held: Sequence[Any] | None) -> Manifest:
@@ -118,8 +118,10 @@ def test_the_same_rows_twice(exact_cache: Built) -> None:
         _with_history(one, [[digest, 0, 4]]),
         _with_history(_other(one), [["other", 0, 9], [digest, 4, 10]]),
     )
-    # Not known which: nothing to be seen.
-    _check(_with_history(one, None), again)
+    # Not known which.
+    [note] = _check(_with_history(one, None), again)
+    assert note.startswith("place-0 and place-1 have documents of one corpus, and may hold")
+    assert _check(_with_history(one, None), _other(one)) == []
     with pytest.raises(CacheError, match="both hold the rows 3-3 of one"):
         _check(_with_history(one, [[digest, 0, 4]]), _with_history(again, [[digest, 3, 10]]))
 

@@ -245,6 +245,18 @@ def test_odd_paths(tmp_path: Path, name: str) -> None:
     assert not store.location.endswith("/")
 
 
+def test_paths_that_go_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one" / "two").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "one" / "two")
+    Store(tmp_path / "one" / "cache").write("a", b"1")
+    monkeypatch.chdir(tmp_path / "one" / "two")
+    for place in ("../cache", "../../one/cache", str(tmp_path / "link" / ".." / "cache")):
+        assert Store(place).read("a") == b"1"
+        assert Store(place).location == place
+    monkeypatch.chdir(tmp_path / "one" / "cache")
+    assert Store("../cache/.").list() == ["a"]
+
+
 def test_pathlib_paths(tmp_path: Path) -> None:
     assert Store(tmp_path / "c").local == tmp_path / "c"
 

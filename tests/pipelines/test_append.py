@@ -1,5 +1,6 @@
 """Append: more documents as a new extent; what was there stays, to the byte."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import zarr
 import cache
 import stillroom
 from cache.errors import CacheError
-from cache.format import NO_DOCUMENT, PARTS, WORK
+from cache.format import BACKUP, MANIFEST, NO_DOCUMENT, PARTS, WORK
 from cache.manifest import read_manifest
 from cache.storage import Store
+from decoder.errors import DecoderError
 from pipelines import transforms
 from pipelines.append import append
-from pipelines.errors import CaptureError, CorpusError
+from pipelines.errors import CaptureError, CorpusError, TeacherError
 from pipelines.options import AppendOptions
 from student.split import split_rows
 from tests.cache.builder import same
@@ -183,8 +185,12 @@ def test_another_addition_waits(
     _begun(made, tmp_path, monkeypatch)
     small.write_corpus(tmp_path / "other.jsonl", ["something else"])
     before = small.everything(tmp_path / "cache")
-    with pytest.raises(CacheError, match=r"other work .* is not finished:\n  its documents are of"):
+    with pytest.raises(CacheError, match=r"other work .* is not finished") as raised:
         append(_options(tmp_path, "other.jsonl"))
+    assert f"`stillroom append` of {tmp_path / 'more.jsonl'} (1 json file). It differs" in str(
+        raised.value
+    )
+    assert "\n  its documents are of" in str(raised.value)
     assert small.everything(tmp_path / "cache") == before
 
 
@@ -215,6 +221,38 @@ def test_documents_that_are_there_already_are_refused(grown: Path, tmp_path: Pat
     with pytest.raises(CorpusError, match="in the cache already, from shard 6 on"):
         append(_options(tmp_path, "again.jsonl"))
     assert stored(tmp_path / "cache") == before
+
+
+@pytest.mark.parametrize("texts", [[""], ["a"]])
+def test_documents_with_nothing_to_predict_do_not_stay_in_the_way(
+    grown: Path, tmp_path: Path, texts: list[str]
+) -> None:
+    small.copy(grown / "cache", tmp_path / "cache")
+    small.write_corpus(tmp_path / "nothing.jsonl", texts)
+    before = stored(tmp_path / "cache")
+    with pytest.raises(CorpusError, match="nothing to predict"):
+        append(_options(tmp_path, "nothing.jsonl"))
+    assert stored(tmp_path / "cache") == before
+    small.write_corpus(tmp_path / "other.jsonl", ["something else"])
+    assert append(_options(tmp_path, "other.jsonl")).scored > 0
+    assert stillroom.verify(tmp_path / "cache", full=True).sound
+
+
+def test_a_teacher_that_has_gone_is_asked_for(
+    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_folder = small.copy(grown / "cache", tmp_path / "cache")
+    small.write_corpus(tmp_path / "other.jsonl", ["something else"])
+    manifest = cache.open(cache_folder).manifest
+    moved = replace(manifest, teacher={**manifest.teacher, "source": "./gone"})
+    for name in (MANIFEST, BACKUP):
+        Store(cache_folder).write(name, moved.to_bytes())
+    with pytest.raises(TeacherError, match=r"'\./gone' does not exist (?s:.)*with --teacher"):
+        append(_options(tmp_path, "other.jsonl"))
+    given = replace(_options(tmp_path, "other.jsonl"), teacher="./nowhere")
+    with pytest.raises(DecoderError, match=r"'\./nowhere' does not exist") as raised:
+        append(given)
+    assert "--teacher" not in str(raised.value)
 
 
 def test_the_documents_of_the_capture_are_refused(made: Path) -> None:

@@ -71,7 +71,16 @@ def test_the_words_of_a_setting_are_the_options_of_a_capture():
         ({"budget": 0.0}, "--budget should be above 0"),
         ({"budget": math.nan}, "--budget should be above 0"),
         ({"temperatures": ()}, "--temperatures should be above 0"),
-        ({"temperatures": (0.0,)}, "--temperatures should be above 0"),
+        ({"temperatures": (0.0,)}, "--temperatures should be above 0, found 0.0"),
+        ({"temperatures": (1.0, math.nan)}, "--temperatures should be above 0, found 1.0 nan"),
+        (
+            {"cache": "c", "teacher": None, "dataset": None, "temperatures": (2.0,)},
+            "--temperatures and a CACHE exclude each other",
+        ),
+        (
+            {"cache": "c", "teacher": None, "dataset": None, "length": 64},
+            "--length and a CACHE exclude each other",
+        ),
         ({"plot": Path("nowhere/errors.png")}, "there is no folder nowhere"),
         ({"dataset": None}, "needs --teacher and --dataset, or a CACHE"),
         ({"teacher": None}, "needs --teacher and --dataset, or a CACHE"),
