@@ -101,7 +101,8 @@ def encode_chat(
     """The ids of a conversation, with one BOS where template or tokenizer want one.
 
     `transformers.apply_chat_template` gives the same ids, except where the template does not
-    write the BOS that the tokenizer's settings add: there it leaves BOS out.
+    write the BOS that the tokenizer's settings add: there it leaves BOS out; and in release 5 for
+    `LlamaTokenizer`, whose pre-tokenizer it builds itself (release 4 follows tokenizer.json).
 
     Arguments and errors are those of `render_chat`; and a special token's text inside a message
     is refused, or with `keep_specials` becomes that token.

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from decoder.errors import DecoderError
-from decoder.tokenizer import Tokenizer
+from decoder.tokenizer import Tokenizer, is_byte_level
 
 # {"role": str, "content": str}; other keys only if their value is None. Checked here, message by
 # message, as conversations come from files.
@@ -26,6 +26,8 @@ Message = Any
 ASSISTANT = "assistant"
 
 # Roles that templates know; in any other, characters are as suspect as in the content.
+# Characters for private use, in Unicode's first plane and in the two that are kept for them.
+_NO_MEANING = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 _ROLES = {"system", "developer", "user", ASSISTANT, "tool", "function"}
 
 
@@ -118,7 +120,12 @@ def refuse_formed_specials(
     own = [number for number in ids.tolist() if number in specials]
     parts = [part for message in messages for part in message.values()]
     spoken = {character for part in [*parts, *_special_texts(tokenizer)] for character in part}
-    blank = next(mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in spoken)
+    blank = next((mark for mark in map(chr, _NO_MEANING) if mark not in spoken), None)
+    if blank is None:
+        raise DecoderError(
+            "the messages hold every character of Unicode's private use, so that none is left to "
+            "check them with. Pass keep_specials=True to go without this check"
+        )
 
     def differs(blanked: Sequence[int]) -> bool:
         changed = [
@@ -157,11 +164,16 @@ def _blanked(message: Mapping[str, str], blank: str) -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Without that of unknown characters, which any text may have."""
-    model = json.loads(tokenizer.definition)["model"]
+    """Without that of unknown characters, where any text may have it."""
+    definition = json.loads(tokenizer.definition)
+    model = definition["model"]
     place = model.get("unk_id")
     unknown = model.get("unk_token") if place is None else model["vocab"][place][0]
-    texts = _special_texts(tokenizer) - {unknown}
+    # With all bytes in the vocabulary no character is unknown.
+    whole = model.get("byte_fallback") or is_byte_level(definition)
+    texts = _special_texts(tokenizer)
+    if not whole:
+        texts -= {unknown} - {tokenizer.bos, tokenizer.eos}
     ids = (tokenizer.backend.token_to_id(text) for text in texts)
     return frozenset(number for number in ids if number is not None)
 

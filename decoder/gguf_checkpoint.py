@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from jaxtyping import Float32, UInt8
 
@@ -313,6 +313,13 @@ def _tensor(
     order: tuple[int, ...] | None,
     added: float = 0.0,
 ) -> StoredTensor:
+    try:
+        decode = block_decoder(tensor.type)
+    except NotImplementedError as error:
+        raise DecoderError(
+            f"{header.path}: the tensor {tensor.name} is stored as {tensor.type.name}, which the "
+            "gguf package does not decode. Convert the model to another type, such as F16 or Q8_0"
+        ) from error
     return StoredTensor(
         tensor.name,
         parameter,
@@ -321,7 +328,7 @@ def _tensor(
         header.path,
         tensor.offset,
         tensor.size,
-        block_decoder(tensor.type),
+        decode,
         order,
         added,
     )
@@ -330,7 +337,13 @@ def _tensor(
 def block_decoder(
     kind: GGMLQuantizationType,
 ) -> Callable[[UInt8[np.ndarray, "..."]], Float32[np.ndarray, "..."]]:
-    """What turns the bytes of whole rows of this type into numbers."""
+    """What turns the bytes of whole rows of this type into numbers.
+
+    Raises `NotImplementedError` for a type that the `gguf` package does not decode.
+    """
+    if kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        _, size = GGML_QUANT_SIZES[kind]
+        dequantize(np.zeros((1, size), np.uint8), kind)
 
     def decode(raw: UInt8[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
         if kind == GGMLQuantizationType.F32:

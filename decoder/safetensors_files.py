@@ -138,10 +138,11 @@ def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
         if not isinstance(file, str) or Path(file).name != file:
             raise DecoderError(f"{index} puts {name} into {file!r}; expected a file name")
         shards.setdefault(file, set()).add(name)
-    if (folder / SINGLE).is_file() and set(shards) != {SINGLE}:
+    others = sorted(set(shards) - {SINGLE})
+    if (folder / SINGLE).is_file() and others:
         raise DecoderError(
             f"{folder} holds {SINGLE}, and {INDEX}, which names other files: "
-            f"{', '.join(sorted(shards)[:3])} ({len(shards)} in all). Either could be the model. "
+            f"{', '.join(others[:3])} ({len(others)} in all). Either could be the model. "
             f"Remove {INDEX} and its files if {SINGLE} is meant; remove {SINGLE} if not"
         )
     missing = sorted(file for file in shards if not (folder / file).is_file())

@@ -89,7 +89,7 @@ class Tokenizer:
         parsed = json.loads(self.definition)
         model = parsed["model"]
         lossless = model.get("unk_token") is not None or model.get("byte_fallback")
-        if model.get("type") != "BPE" or lossless or not _is_byte_level(parsed):
+        if model.get("type") != "BPE" or lossless or not is_byte_level(parsed):
             return frozenset()
         symbols = byte_level.SYMBOLS.items()
         return frozenset(byte for byte, symbol in symbols if symbol not in model["vocab"])
@@ -144,7 +144,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_level(self) -> bool:
-        return _is_byte_level(json.loads(self.definition))
+        return is_byte_level(json.loads(self.definition))
 
     def mapping_difference(self, other: "Tokenizer") -> str | None:
         """None if one tokenizer's tokens all have the same ids in the other; else an example.
@@ -279,7 +279,9 @@ def _not_unicode(texts: Sequence[str]) -> str:
     return f"expected texts, found {sorted({type(text).__name__ for text in texts})}"
 
 
-def _is_byte_level(definition: Mapping[str, Any]) -> bool:
+def is_byte_level(definition: Mapping[str, Any]) -> bool:
+    """Whether a parsed tokenizer.json turns texts into bytes before it looks for tokens."""
+
     def has(part: Mapping[str, Any] | None) -> bool:
         if part is None:
             return False

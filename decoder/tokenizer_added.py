@@ -87,12 +87,16 @@ def with_named_tokens(
             continue  # tokenizer.json's flags win over those that added_tokens.json implies
         if repr(token) not in known:
             wanted[token.content] = token
-    for name, text in named.items():
-        if text is None or text in present or text in wanted:
-            continue
-        wanted[text] = _token(settings[f"{name}_token"], f"tokenizer_config.json: {name}_token")
-    for token in many:
-        if token.content in present or token.content in {one.content for one in stated.values()}:
+    singles = [
+        _token(settings[f"{name}_token"], f"tokenizer_config.json: {name}_token")
+        for name, text in named.items()
+        if text is not None
+    ]
+    for token in singles:
+        token.special = True
+    texts = {one.content for one in stated.values()}
+    for token in [*singles, *many]:
+        if token.content in present or token.content in texts:
             continue
         if repr(wanted.setdefault(token.content, token)) != repr(token):
             raise DecoderError(

@@ -10,9 +10,12 @@ from decoder.errors import DecoderError
 from decoder.tokenizer import Tokenizer, build_tokenizer
 from decoder.tokenizer_added import merged_settings, token_text, with_named_tokens
 
-# What `Tokenizer.files` writes. Its two settings count, whatever the post-processor does: it keeps
-# those of GGUF files, whose tokenizer has no post-processor.
+# What `Tokenizer.files` writes. Its two settings count where the post-processor inserts nothing: it
+# keeps those of GGUF files, whose tokenizer has no post-processor.
 _OWN_KEYS = {"bos_token", "eos_token", "add_bos_token", "add_eos_token", "tokenizer_class"}
+_OWN_CLASS = "PreTrainedTokenizerFast"
+# Classes for which transformers 4 and 5 both follow the post-processor, whatever the settings say.
+_FLAGS_NEVER_COUNT = ("GPT2Tokenizer", "Qwen2Tokenizer", "PreTrainedTokenizer")
 
 
 def from_folder(folder: Path) -> Tokenizer:
@@ -20,7 +23,7 @@ def from_folder(folder: Path) -> Tokenizer:
 
     What those files name and tokenizer.json lacks is added as `transformers` adds it. An
     `add_bos_token` or `add_eos_token` that contradicts the post-processor of tokenizer.json is
-    refused, except in files of `Tokenizer.files`. Raises `DecoderError`.
+    refused where releases of `transformers` differ in what they do. Raises `DecoderError`.
     """
     if not (folder / "tokenizer.json").is_file():
         raise DecoderError(_missing(folder))
@@ -40,16 +43,22 @@ def from_folder(folder: Path) -> Tokenizer:
 def _build(
     definition: Mapping[str, Any], settings: Mapping[str, Any], template: str | None
 ) -> Tokenizer:
+    def build(**adds: bool | None) -> Tokenizer:
+        return build_tokenizer(
+            definition,
+            bos=token_text(settings, "bos_token"),
+            eos=token_text(settings, "eos_token"),
+            chat_template=template,
+            **adds,
+        )
+
     stated = {name: _flag(settings, f"add_{name}_token") for name in ("bos", "eos")}
-    own = set(settings) == _OWN_KEYS and settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    tokenizer = build_tokenizer(
-        definition,
-        bos=token_text(settings, "bos_token"),
-        eos=token_text(settings, "eos_token"),
-        adds_bos=stated["bos"] if own else None,
-        adds_eos=stated["eos"] if own else None,
-        chat_template=template,
-    )
+    tokenizer = build(adds_bos=None, adds_eos=None)
+    inserts = tokenizer.adds_bos or tokenizer.adds_eos
+    if set(settings) == _OWN_KEYS and settings["tokenizer_class"] == _OWN_CLASS and not inserts:
+        return build(adds_bos=stated["bos"], adds_eos=stated["eos"])
+    if str(settings.get("tokenizer_class")).removesuffix("Fast") in _FLAGS_NEVER_COUNT:
+        return tokenizer
     for name, adds in (("bos", tokenizer.adds_bos), ("eos", tokenizer.adds_eos)):
         if stated[name] is not None and stated[name] != adds:
             raise DecoderError(

@@ -74,9 +74,28 @@ def normalising() -> Tokenizer:
     return build_tokenizer(definition, **settings, chat_template=CHATML)
 
 
+def unknown_is(name: str, token: str) -> Tokenizer:
+    """A byte-level tokenizer that names a special token for what no byte can be."""
+    made = BY_NAME[name]
+    definition = made.definition()
+    definition["model"]["unk_token"] = token
+    settings = {"bos": made.bos, "eos": made.eos, "adds_bos": None, "adds_eos": None}
+    return build_tokenizer(definition, **settings, chat_template=made.template)
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "messages", "guilty"),
     [
+        (
+            lambda: unknown_is("olmo2", "<|endoftext|>"),
+            [user("a"), {"role": "endoftext", "content": "x"}],
+            "message 2 of 2",
+        ),
+        (
+            lambda: unknown_is("phi3", "<|end|>"),
+            [{"role": "end", "content": "x"}],
+            "message 1 of 1",
+        ),
         (lambda: BY_NAME["phi3"].tokenizer(), [{"role": "end", "content": "x"}], "message 1 of 1"),
         (
             lambda: BY_NAME["phi3"].tokenizer(),
@@ -117,6 +136,15 @@ def test_messages_that_complete_nothing() -> None:
     unknown = build_tokenizer(definition, **settings, chat_template=BY_NAME["llama2"].template)
     ids = encode_chat(unknown, [user("a 语 b")])
     assert unknown.backend.token_to_id("<unk>") in ids.tolist()
+
+
+def test_messages_of_all_characters_without_a_meaning() -> None:
+    tokenizer = BY_NAME["smollm2"].tokenizer()
+    first = "".join(map(chr, range(0xE000, 0xF900)))
+    assert encode_chat(tokenizer, [user(first)]).size > 6400
+    every = [*map(chr, range(0xF0000, 0xFFFFE)), *map(chr, range(0x100000, 0x10FFFE))]
+    with pytest.raises(DecoderError, match="none is left to check them with"):
+        encode_chat(tokenizer, [user(first), assistant("".join(every))])
 
 
 def test_templates_that_refuse_other_characters() -> None:

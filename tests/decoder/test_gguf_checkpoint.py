@@ -278,6 +278,28 @@ def test_tensors_are_checked(tmp_path: Path, edit: Callable, text: str) -> None:
         load_model(str(path))
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.int8])
+def test_types_that_are_not_decoded_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: type
+) -> None:
+    real = gguf.GGUFWriter.add_tensor
+
+    def add(self: Any, name: str, values: np.ndarray, raw_dtype: Any) -> None:
+        if name == "rope_freqs.weight":
+            real(self, name, values.astype(dtype))
+        else:
+            real(self, name, values, raw_dtype=raw_dtype)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add)
+    ones = np.ones(4, np.float32)
+    path = write_gguf(
+        write_tiny_teacher(tmp_path), edit=lambda t: t.update({"rope_freqs.weight": ones})
+    )
+    name = {np.float64: "F64", np.int8: "I8"}[dtype]
+    with pytest.raises(DecoderError, match=f"rope_freqs.weight is stored as {name}, which the"):
+        load_model(str(path))
+
+
 def test_a_file_cut_short(tmp_path: Path) -> None:
     path = write_gguf(write_tiny_teacher(tmp_path))
     path.write_bytes(path.read_bytes()[:-100])

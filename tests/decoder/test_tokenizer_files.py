@@ -140,7 +140,7 @@ def test_explicit_flags(
     tmp_path: Path, family: str, fields: dict[str, bool], message: str | None
 ) -> None:
     """They have to agree with the post-processor, which transformers 5 follows."""
-    folder = write_folder(tmp_path, family, config=fields)
+    folder = write_folder(tmp_path, family, config=fields, cls="LlamaTokenizerFast")
     if message is not None:
         with pytest.raises(DecoderError, match=message):
             load_tokenizer(str(folder))
@@ -150,12 +150,37 @@ def test_explicit_flags(
     assert (tokenizer.adds_bos, tokenizer.adds_eos) == (adds_bos, adds_eos)
 
 
+@pytest.mark.parametrize("cls", ["PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast"])
+@pytest.mark.parametrize("stated", [True, False])
+def test_flags_that_no_release_of_transformers_follows(
+    tmp_path: Path, cls: str, stated: bool
+) -> None:
+    config = {"add_bos_token": stated, "add_eos_token": stated}
+    folder = write_folder(tmp_path, "llama3", config=config, cls=cls)
+    tokenizer = load_tokenizer(str(folder))
+    assert (tokenizer.adds_bos, tokenizer.adds_eos) == (True, False)
+
+
+@pytest.mark.parametrize("other", [{"pad_token": "R"}, {"additional_special_tokens": ["R"]}])
+def test_one_token_named_twice(tmp_path: Path, other: dict[str, Any]) -> None:
+    """With equal flags it is one token; with others, which of them counts is not said."""
+    for flags, fits in (({}, True), ({"lstrip": True}, False)):
+        eos = {"__type": "AddedToken", "content": "R", "special": True, **flags}
+        folder = write_folder(tmp_path / str(fits), "smollm2", config={"eos_token": eos, **other})
+        if fits:
+            tokenizer = load_tokenizer(str(folder))
+            assert added_tokens(tokenizer)[tokenizer.backend.token_to_id("R")].special
+        else:
+            with pytest.raises(DecoderError, match="names 'R' twice, with other flags"):
+                load_tokenizer(str(folder))
+
+
 @pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize("family", ["llama3", "smollm2"])
+@pytest.mark.parametrize("family", ["smollm2", "qwen3"])
 def test_flags_of_our_own_files(tmp_path: Path, family: str, adds: bool) -> None:
     """As of a GGUF file, whose tokenizer has no post-processor."""
     (made,) = (one for one in FAMILIES if one.name == family)
-    tokenizer = made.tokenizer(adds_bos=adds)
+    tokenizer = made.tokenizer(adds_bos=adds, bos="<|endoftext|>")
     for name, data in tokenizer.files().items():
         (tmp_path / name).write_bytes(data)
     assert load_tokenizer(str(tmp_path)) == tokenizer == tokenizer_from_files(tokenizer.files())
