@@ -24,7 +24,7 @@ from cache.reader import Cache
 # Rows of one corpus: its digest, the first, and one past the last.
 Rows = tuple[str, int, int]
 
-_OTHERWISE = "Join caches of one teacher that were made with the same settings."
+_OTHERWISE = "Join caches of one teacher that were made with the same settings. "
 
 
 def check_joinable(sources: Sequence[Cache], rows_per_shard: int | None) -> list[str]:
@@ -55,7 +55,7 @@ def check_joinable(sources: Sequence[Cache], rows_per_shard: int | None) -> list
             listed = "\n".join(f"  {line}" for line in lines)
             raise CacheError(
                 f"{first.location} and {other.location} cannot be joined:\n{listed}\n"
-                f"{_advice(sources, rows_per_shard)} Nothing was written."
+                f"{_advice(sources, rows_per_shard)}Nothing was written."
             )
     pairs = list(combinations(sources, 2))
     for before, source in pairs:
@@ -73,7 +73,7 @@ def _advice(sources: Sequence[Cache], rows_per_shard: int | None) -> str:
     first = sources[0].encoding
     joined = first.rows_per_shard if rows_per_shard is None else rows_per_shard
     if not _differ([_settings(source, joined) for source in sources]):
-        return f"Say how the joined cache is cut into shards: --rows-per-shard {joined}."
+        return f"Say how the joined cache is cut into shards: --rows-per-shard {joined}. "
     coarsest = max((source.encoding for source in sources), key=lambda each: each.relative_error)
     k = min(source.encoding.k for source in sources)
     exact = min(source.manifest.capture.get("exact") or k for source in sources)

@@ -61,7 +61,8 @@ class VerifyOptions:
     """Read every byte: checksums, digests, and whether the values make sense together."""
     repair: bool = False
     """Restore what follows from the rest, and remove the receipts of what is broken, so that the
-    command that made the cache redoes exactly that."""
+    command that made the cache redoes exactly that. Exits with 1 if there was damage, even if it is
+    all mended; the next check tells."""
     json: bool = False
     """Print JSON."""
 

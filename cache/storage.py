@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ class Store:
         except _FAILURES as error:
             raise self.refused("delete", prefix, error) from error
         if self.local is not None:
-            _remove_empty_folders(self.local / folder)
+            _remove_empty_folders(self.local / folder.strip("/").split("/")[0])
 
     def list(self, folder: str = "") -> list[str]:
         """Keys under a folder, sorted, relative to the folder."""
@@ -375,7 +376,9 @@ def _under(prefix: str) -> Any:
 def _remove_empty_folders(folder: Path) -> None:
     for path, _, _ in os.walk(folder, topdown=False):
         if not os.listdir(path):
-            os.rmdir(path)
+            # Where another process has put an object meanwhile, the folder stays.
+            with suppress(OSError):
+                os.rmdir(path)
 
 
 def place_of(location: str) -> str:

@@ -126,6 +126,12 @@ def test_delete_folder_takes_that_folder_only(store: Store) -> None:
     store.delete_folder("none")
     store.delete_folder("a/")
     assert store.list() == ["b0", "bb/1"]
+    store.write("c/deep/1", b"")
+    store.write("c/other/1", b"")
+    store.delete_folder("c/deep")
+    assert store.list("c") == ["other/1"]
+    store.delete_folder("c/other")
+    assert not (store.local / "c").exists()
 
 
 @pytest.mark.parametrize(
