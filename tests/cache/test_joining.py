@@ -82,7 +82,7 @@ def test_the_commands_that_make_caches_joinable(exact_cache: Built) -> None:
         "  stillroom derive place-0 place-0-same --k 5 --logprobs rounded --mantissa-bits 4\n"
         "  stillroom derive place-1 place-1-same --logprobs rounded --mantissa-bits 4\n"
         "  stillroom derive place-2 place-2-same --k 5\n"
-        " Nothing was written."
+        "Nothing was written."
     )
     other = _other(one, encoding=replace(one.encoding, k=5), teacher={"fingerprint": "0" * 64})
     with pytest.raises(CacheError, match="Join caches of one teacher that were made with the same"):
