@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,9 @@ Message = Any
 
 ASSISTANT = "assistant"
 
-# Roles that templates know; in any other, characters are as suspect as in the content.
 # Characters for private use, in Unicode's first plane and in the two that are kept for them.
-_NO_MEANING = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
+_NO_MEANING = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+# Roles that templates know; in any other, characters are as suspect as in the content.
 _ROLES = {"system", "developer", "user", ASSISTANT, "tool", "function"}
 
 
@@ -120,7 +121,7 @@ def refuse_formed_specials(
     own = [number for number in ids.tolist() if number in specials]
     parts = [part for message in messages for part in message.values()]
     spoken = {character for part in [*parts, *_special_texts(tokenizer)] for character in part}
-    blank = next((mark for mark in map(chr, _NO_MEANING) if mark not in spoken), None)
+    blank = next((mark for mark in map(chr, chain(*_NO_MEANING)) if mark not in spoken), None)
     if blank is None:
         raise DecoderError(
             "the messages hold every character of Unicode's private use, so that none is left to "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int64, UInt8
+from jaxtyping import Float32, UInt8
 
 from decoder.config import DecoderConfig
 from decoder.errors import DecoderError
@@ -79,7 +79,9 @@ class StoredTensor:
         digest = hashlib.sha256()
         out = aligned_empty(self.shape, dtype)
         table = out if len(self.shape) > 1 else out[None]
-        places = _places(self.row_order) if len(self.shape) > 1 else None
+        # The row of the model of each stored row, where those differ.
+        ordered = len(self.shape) > 1 and self.row_order is not None
+        places = np.argsort(np.asarray(self.row_order)) if ordered else None
         first = 0
         for raw in self.blocks():
             digest.update(raw.data)
@@ -120,11 +122,6 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _places(order: tuple[int, ...] | None) -> Int64[np.ndarray, "rows"] | None:
-    """The row of the model of each stored row, where those differ."""
-    return None if order is None else np.argsort(np.asarray(order))
 
 
 @dataclass(frozen=True)

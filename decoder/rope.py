@@ -20,11 +20,11 @@ def frequencies(config: DecoderConfig, kind: str = "global") -> Float32[np.ndarr
     `kind` is that of a layer, "global" or "local" (`DecoderConfig.ropes`).
 
     `theta ** (-2 i / head_dim)`, then scaled in float64 and rounded once where the configuration
-    says so. Before that exponent, power and inverse are each the float32 next to their
-    exact value, in the order in which transformers computes them, since at position 1,500 the
-    last bit of a frequency is worth 1e-4 radians. The power is the C library's in float64,
-    rounded: numpy's float32 power depends on the CPU's instructions by its last bit, and what
-    a teacher writes should not.
+    says so. Before that exponent, power and inverse are each the float32 next to their exact
+    value, in the order in which transformers computes them, since at position 1,500 the last bit
+    of a frequency is worth 1e-4 radians. The power is the C library's in float64, rounded: numpy's
+    float32 power depends on the CPU's instructions by its last bit, and what a teacher writes
+    should not.
     """
     local = config.rope_local_theta if kind == "local" else None
     theta = config.rope_theta if local is None else local

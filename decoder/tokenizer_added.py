@@ -48,8 +48,17 @@ def merged_settings(config: Mapping[str, Any], older: Mapping[str, Any] | None) 
 
 def token_text(settings: Mapping[str, Any], key: str) -> str | None:
     """A special token, given as its text or as an object with the text in `content`."""
+    token = _special(settings, key)
+    return None if token is None else token.content
+
+
+def _special(settings: Mapping[str, Any], key: str) -> AddedToken | None:
     value = settings.get(key)
-    return None if value is None else _token(value, f"tokenizer_config.json: {key}").content
+    if value is None:
+        return None
+    token = _token(value, f"tokenizer_config.json: {key}")
+    token.special = True
+    return token
 
 
 def with_named_tokens(
@@ -74,7 +83,7 @@ def with_named_tokens(
         token["content"]: (token["id"], _token(token, "tokenizer.json: added_tokens"))
         for token in _listed(definition)
     }
-    named = {name: token_text(settings, f"{name}_token") for name in _NAMES}
+    named = {name: _special(settings, f"{name}_token") for name in _NAMES}
     many = [_token(one, f"tokenizer_config.json: {_MANY[1]}") for one in _many(settings)]
     own = _own_names(settings)
     stated = _stated(settings, added)
@@ -87,13 +96,7 @@ def with_named_tokens(
             continue  # tokenizer.json's flags win over those that added_tokens.json implies
         if repr(token) not in known:
             wanted[token.content] = token
-    singles = [
-        _token(settings[f"{name}_token"], f"tokenizer_config.json: {name}_token")
-        for name, text in named.items()
-        if text is not None
-    ]
-    for token in singles:
-        token.special = True
+    singles = [token for token in named.values() if token is not None]
     texts = {one.content for one in stated.values()}
     for token in [*singles, *many]:
         if token.content in present or token.content in texts:
@@ -102,8 +105,9 @@ def with_named_tokens(
             raise DecoderError(
                 f"tokenizer_config.json names {token.content!r} twice, with other flags. {_SAVE}"
             )
+    special = {*own.values(), *(token.content for token in singles)}
     for text, token in wanted.items():
-        token.special = token.special or text in named.values() or text in own.values()
+        token.special = token.special or text in special
     for key, text in own.items():
         if text not in {*present, *wanted}:
             raise DecoderError(
@@ -117,7 +121,7 @@ def _added(
     definition: Mapping[str, Any],
     wanted: Mapping[str, AddedToken],
     stated: Mapping[int, AddedToken],
-    named: Mapping[str, str | None],
+    named: Mapping[str, AddedToken | None],
 ) -> dict[str, Any]:
     try:
         backend = tokenizers.Tokenizer.from_str(json.dumps(definition))
@@ -125,11 +129,13 @@ def _added(
         raise DecoderError(f"tokenizer.json is not understood: {error}") from error
     texts = {token.content for token in stated.values()}
     for name in ("bos", "eos"):
-        text = named[name]
-        if text is None or text not in wanted or text in texts:
+        token = named[name]
+        if token is None or token.content not in wanted or token.content in texts:
             continue
-        if backend.token_to_id(text) is None:
-            raise DecoderError(f"the {name.upper()} token {text!r} is not in the vocabulary")
+        if backend.token_to_id(token.content) is None:
+            raise DecoderError(
+                f"the {name.upper()} token {token.content!r} is not in the vocabulary"
+            )
     backend.add_tokens(list(wanted.values()))
     for token_id, token in stated.items():
         _check_id(token, token_id, backend.token_to_id(token.content))

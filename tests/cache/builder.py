@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cache import finishing
 from cache.encoding import encode_shard, numbered_from, padding_rows
@@ -287,6 +290,32 @@ def grow(built: Built, rows: int = 6) -> Built:
 def _write_tokenizer(folder: Path) -> dict[str, bytes]:
     place = write_tiny_tokenizer(folder / TOKENIZER)
     return {path.name: path.read_bytes() for path in sorted(place.iterdir())}
+
+
+def contents(location: str | Path) -> dict[str, bytes | None]:
+    """Every object of a cache by its key, but for the logs of runs."""
+    store = Store(location)
+    return {key: store.read(key) for key in store.list() if not key.startswith("runs/")}
+
+
+class Stop(BaseException):
+    """What stops a command in a test."""
+
+
+@contextmanager
+def stopped_at(module: Any, name: str, call: int = 0) -> Iterator[None]:
+    """What runs inside is stopped by one call of a module's function, counted from 0."""
+    real, calls = getattr(module, name), itertools.count()
+
+    def function(*arguments: Any) -> Any:
+        if next(calls) == call:
+            raise Stop
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, function)
+        with pytest.raises(Stop):
+            yield
 
 
 def same(found: np.ndarray, expected: np.ndarray) -> bool:

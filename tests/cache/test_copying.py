@@ -25,7 +25,7 @@ from cache.manifest import Extent, Manifest
 from cache.shards import TakenOverError, array_chunk_key
 from cache.storage import StorageError, Store
 from tests.cache import s3
-from tests.cache.builder import Built, make_cache, same, shard_file
+from tests.cache.builder import Built, Stop, contents, make_cache, same, shard_file, stopped_at
 from tests.cache.s3 import Fault, Server, share
 
 
@@ -37,11 +37,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 @pytest.fixture
 def bucket(server: Server) -> str:
     return f"s3://{server.bucket()}/copy"
-
-
-def contents(location: str | Path) -> dict[str, bytes | None]:
-    store = Store(location)
-    return {key: store.read(key) for key in store.list() if not key.startswith("runs/")}
 
 
 def check_whole(built: Built, location: str | Path) -> None:
@@ -147,10 +142,6 @@ def test_an_older_cache_without_seals(tmp_path: Path) -> None:
 
 
 # Stopped, and gone on with.
-
-
-class Stop(Exception):
-    """What stops a copy in these tests."""
 
 
 def stop_after(writes: int) -> Callable[[], None]:
@@ -313,16 +304,8 @@ def test_an_unfinished_copy_is_ended_by_copy_alone(exact_cache: Built, tmp_path:
     grown = _two_extents(tmp_path / "grown")
     place = tmp_path / "copy"
 
-    class Stop(BaseException):
-        pass
-
-    def stop(*_: Any) -> None:
-        raise Stop
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "create_arrays", stop)
-        with pytest.raises(Stop):
-            copy(grown.path, place)
+    with stopped_at(copying, "create_arrays"):
+        copy(grown.path, place)
     with pytest.raises(CacheError, match="Run the same `stillroom copy` again"):
         cache.open(place)
     before = contents(place)

@@ -20,10 +20,9 @@ from cache.format import BACKUP, MANIFEST, receipt_key
 from cache.options import DeriveOptions
 from cache.shards import TakenOverError
 from cache.show import render
-from cache.storage import Store
 from cache.summary import summary
 from tests.cache import builder, s3
-from tests.cache.builder import Built, make_cache, same, shard_file
+from tests.cache.builder import Built, contents, make_cache, same, shard_file, stopped_at
 
 # The package has the function under this name.
 derive_module: Any = sys.modules["cache.derive"]
@@ -31,11 +30,6 @@ derive_module: Any = sys.modules["cache.derive"]
 
 def derive(*places: Any, **asked: Any) -> Derived:
     return derive_function(DeriveOptions(tuple(str(place) for place in places), **asked))
-
-
-def contents(location: str | Path) -> dict[str, bytes | None]:
-    store = Store(location)
-    return {key: store.read(key) for key in store.list() if not key.startswith("runs/")}
 
 
 def everything(derived: Derived) -> dict[str, np.ndarray]:
@@ -293,26 +287,10 @@ def test_a_directory_in_s3(
 _ASKED: dict[str, Any] = {"k": 4, "rows": "0:9", "rows_per_shard": 3}
 
 
-class Stop(Exception):
-    pass
-
-
 @pytest.fixture
 def reference(sampled_cache: Built, tmp_path: Path) -> dict[str, bytes | None]:
     derive(sampled_cache.path, tmp_path / "reference", **_ASKED)
     return contents(tmp_path / "reference")
-
-
-def _stop_after(monkeypatch: pytest.MonkeyPatch, count: int, where: str = "write_shard") -> None:
-    real = getattr(derive_module, where)
-    calls = iter(range(10))
-
-    def stop(*args: Any) -> Any:
-        if next(calls) == count:
-            raise Stop
-        return real(*args)
-
-    monkeypatch.setattr(derive_module, where, stop)
 
 
 @pytest.mark.parametrize(
@@ -334,10 +312,8 @@ def test_stopped_anywhere_it_goes_on(
     count: int,
 ) -> None:
     out = tmp_path / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        _stop_after(patch, count, where)
-        with pytest.raises(Stop):
-            derive(sampled_cache.path, out, **_ASKED)
+    with stopped_at(derive_module, where, count):
+        derive(sampled_cache.path, out, **_ASKED)
     with pytest.raises(CacheError, match="Run the same `stillroom derive` again"):
         cache.open(out)
     assert "`stillroom derive` again" in render(summary(str(out)))
@@ -394,10 +370,8 @@ def test_repaired_and_derived_again(
         derive(sampled_cache.path, out, **_ASKED)
     report = cache.verify(out, full=True, repair=True)
     assert report.repaired == (1, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        _stop_after(patch, 1)
-        with pytest.raises(Stop):
-            derive(sampled_cache.path, out, **_ASKED)
+    with stopped_at(derive_module, "write_shard", 1):
+        derive(sampled_cache.path, out, **_ASKED)
     # Readers go on meanwhile.
     assert len(cache.open(out)) == 9
     assert derive(sampled_cache.path, out, **_ASKED).made == 1
@@ -449,10 +423,8 @@ def test_a_broken_receipt_of_an_unfinished_one_is_made_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        _stop_after(patch, 2)
-        with pytest.raises(Stop):
-            derive(sampled_cache.path, out, **_ASKED)
+    with stopped_at(derive_module, "write_shard", 2):
+        derive(sampled_cache.path, out, **_ASKED)
     (out / receipt_key(0)).write_text("{}")
     (out / receipt_key(7)).write_text("{}")
     assert derive(sampled_cache.path, out, **_ASKED).made == 2

@@ -14,8 +14,7 @@ from cache.errors import CacheError
 from cache.format import receipt_key
 from cache.manifest import Manifest
 from cache.options import DeriveOptions
-from cache.storage import Store
-from tests.cache.builder import Built, grow, make_cache
+from tests.cache.builder import Built, contents, grow, make_cache, stopped_at
 
 # The package has the function under this name.
 derive_module: Any = sys.modules["cache.derive"]
@@ -55,39 +54,27 @@ def test_a_source_that_has_grown_otherwise(tmp_path: Path) -> None:
 
 
 def test_a_source_that_has_grown_is_taken_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     built, other = make_cache(tmp_path / "cache"), make_cache(tmp_path / "other")
     asked: dict[str, Any] = {"k": 3, "rows_per_shard": 4, "sample": 0.7}
     out = DeriveOptions((str(built.path), str(tmp_path / "out")), **asked)
     cache.derive(DeriveOptions((str(other.path), str(tmp_path / "reference")), **asked))
-    reference = _contents(tmp_path / "reference")
+    reference = contents(tmp_path / "reference")
 
-    class Stop(BaseException):
-        pass
-
-    real = derive_module.write_shard
-
-    def stop(store: Store, manifest: Manifest, shard: int, rows: int, arrays: Any) -> Any:
-        if shard == 1:
-            raise Stop
-        return real(store, manifest, shard, rows, arrays)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(derive_module, "write_shard", stop)
-        with pytest.raises(Stop):
-            cache.derive(out)
+    with stopped_at(derive_module, "write_shard", 1):
+        cache.derive(out)
     grow(built)
     made = cache.derive(out).made
     assert made == len(cache.open(tmp_path / "out").manifest.receipts) - 1 > 0
     note = f"{built.path} has grown to 16 rows since: its first 10 are taken, as before. For all"
     assert note in capsys.readouterr().err
-    assert _contents(tmp_path / "out") == reference
+    assert contents(tmp_path / "out") == reference
     # Finished, it is what was asked for; and a shard of it can be made again.
     assert cache.derive(out).made == 0
     (tmp_path / "out" / receipt_key(1)).unlink()
     assert cache.derive(out).made == 1
-    assert _contents(tmp_path / "out") == reference
+    assert contents(tmp_path / "out") == reference
 
 
 def test_a_source_that_has_grown_twice(tmp_path: Path) -> None:
@@ -95,17 +82,12 @@ def test_a_source_that_has_grown_twice(tmp_path: Path) -> None:
     once = grow(built)
     places = (str(built.path), str(tmp_path / "out"))
     cache.derive(DeriveOptions(places, rows="3:15"))
-    reference = _contents(tmp_path / "out")
+    reference = contents(tmp_path / "out")
     grow(once, rows=4)
     assert cache.derive(DeriveOptions(places, rows="3:15")).made == 0
-    assert _contents(tmp_path / "out") == reference
+    assert contents(tmp_path / "out") == reference
     with pytest.raises(CacheError, match="--rows 3:18 should be within 0:16"):
         cache.derive(DeriveOptions(places, rows="3:18"))
-
-
-def _contents(folder: Path) -> dict[str, bytes | None]:
-    store = Store(folder)
-    return {key: store.read(key) for key in store.list() if not key.startswith("runs/")}
 
 
 def test_rows_and_draws(exact_cache: Built, tmp_path: Path) -> None:

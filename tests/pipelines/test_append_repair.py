@@ -19,6 +19,7 @@ from pipelines import transforms
 from pipelines.append import append
 from pipelines.errors import CaptureError
 from pipelines.options import AppendOptions
+from tests.cache.builder import stopped_at
 from tests.pipelines import small
 from tests.pipelines.small import capture, stored
 
@@ -217,27 +218,15 @@ def test_inspect_shows_what_was_appended_and_what_is_under_way(
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("stopped", ["before", "after"])
-def test_stopped_at_its_very_end(
-    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stopped: str
-) -> None:
+def test_stopped_at_its_very_end(grown: Path, tmp_path: Path, name: str, stopped: str) -> None:
     """All receipts are there, but the work is not ended: the same command ends it."""
     copy = small.copy(grown / "cache", tmp_path / "cache")
     shard = {"corpus": 2, "second": 7, "third": 9}[name]
     (copy / "receipts" / f"{shard:06d}.json").unlink()
 
-    class Stop(BaseException):
-        pass
-
-    def stop(*_: Any) -> None:
-        raise Stop
-
-    with monkeypatch.context() as patch:
-        if stopped == "before":
-            patch.setattr(precompute, "finish", stop)
-        else:
-            patch.setattr(finishing, "settle", stop)
-        with pytest.raises(Stop):
-            _again(grown, copy, name)
+    where = (precompute, "finish") if stopped == "before" else (finishing, "settle")
+    with stopped_at(*where):
+        _again(grown, copy, name)
     assert Store(copy).read(WORK) is not None
     assert Store(copy).read(f"receipts/{shard:06d}.json") is not None
     assert _again(grown, copy, name) == 0
@@ -247,21 +236,13 @@ def test_stopped_at_its_very_end(
 
 
 def test_an_addition_stopped_when_it_was_in_the_manifest_already(
-    grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grown: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "cache"
     capture(grown, copy)
 
-    class Stop(BaseException):
-        pass
-
-    def stop(*_: Any) -> None:
-        raise Stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(finishing, "settle", stop)
-        with pytest.raises(Stop):
-            append(_options(grown, copy, "second"))
+    with stopped_at(finishing, "settle"):
+        append(_options(grown, copy, "second"))
     outcome = capture(grown, copy)
     assert any("second.jsonl (1 json file) is not finished" in note for note in outcome.notes)
     assert append(_options(grown, copy, "second")).scored == 0
