@@ -17,7 +17,6 @@ from __future__ import annotations
 import _thread
 import dataclasses
 import importlib
-import json
 import os
 import signal
 import sys
@@ -158,8 +157,7 @@ Run a teacher over a corpus once, keep what students need of it, train any numbe
   evaluate     measure a trained student on rows that it never saw
   export       write a trained student as a Hugging Face folder
 
-`stillroom COMMAND --help` shows a command's options. `--debug` shows tracebacks.
-"""
+`stillroom COMMAND --help` shows a command's options. `--debug` shows tracebacks."""
 
 
 class _Interrupts:
@@ -206,6 +204,9 @@ class _Interrupts:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command line. Returns the exit code: 0, 1 (failed), 2 (usage), 130 (stopped)."""
+    from cache.visible import escape_what_cannot_be_written
+
+    escape_what_cannot_be_written()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -235,28 +236,28 @@ def _main(words: list[str], debug: bool, interrupts: _Interrupts) -> int:
         if interrupts.asked and not debug:
             # Whatever was interrupted made an error of its own of it.
             return _stopped(words)
-        if debug or not isinstance(error, _user_errors()):
+        if debug or not isinstance(error, (*_user_errors(), OSError)):
             raise
-        sys.stderr.write(f"stillroom {words[0]}: {error}\n")
+        _say(f"stillroom {words[0]}: {error}")
         return 1
 
 
 def _stopped(words: list[str]) -> int:
     resumes = bool(words) and words[0] in _RESUMES
     again = " Run the same command again: it goes on where it stopped." if resumes else ""
-    sys.stderr.write(f"\nStopped.{again}\n")
+    _say(f"\nStopped.{again}")
     return _STOPPED
 
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print(_USAGE, end="")
+        _show(_USAGE)
         return 0 if words else 2
     if words[0] == "--version":
-        print(f"stillroom {__version__}")
+        _show(f"stillroom {__version__}")
         return 0
     if words[0] not in _COMMANDS:
-        sys.stderr.write(f"stillroom: there is no command {words[0]!r}\n\n{_USAGE}")
+        _say(f"stillroom: there is no command {words[0]!r}\n\n{_USAGE}")
         return 2
     return _COMMANDS[words[0]](words[1:])
 
@@ -268,7 +269,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
     from pipelines.errors import PipelineError
     from student.errors import StudentError
 
-    return CacheError, DecoderError, PipelineError, StudentError, OSError
+    return CacheError, DecoderError, PipelineError, StudentError
 
 
 def _precompute(words: list[str]) -> int:
@@ -301,10 +302,10 @@ def _print_capture(outcome: Any) -> int:
     from cache.summary import summary
 
     done = f"scored {outcome.scored} shards" if outcome.scored else "already complete"
-    print(f"{outcome.cache.location}: {done}")
+    _show(f"{outcome.cache.location}: {done}")
     for note in outcome.notes:
-        print(note)
-    print(render(summary(outcome.cache.location)))
+        _show(note)
+    _show(render(summary(outcome.cache.location)))
     return 0
 
 
@@ -316,7 +317,10 @@ def _audit(words: list[str]) -> int:
 
     with counted("Scoring again") as progress:
         found = audit(options, progress)
-    print(json.dumps(found.to_json(), indent=1) if options.json else render(found))
+    if options.json:
+        _show_json(found.to_json())
+    else:
+        _show(render(found))
     return 0 if found.sound else 1
 
 
@@ -327,7 +331,10 @@ def _inspect(words: list[str]) -> int:
 
     options = _parse(InspectOptions, "inspect", words)
     view = inspect(options)
-    print(json.dumps(view, indent=1) if options.json else render(view))
+    if options.json:
+        _show_json(view)
+    else:
+        _show(render(view))
     shards = view.get("shards", {})
     broken = view["view"] == "summary" and view["state"] == "complete"
     return 1 if broken and (shards["missing"] or shards["damaged"]) else 0
@@ -343,9 +350,9 @@ def _verify(words: list[str]) -> int:
     with counted("Verifying") as progress:
         report = verify(options.cache, full=options.full, repair=options.repair, progress=progress)
     if options.json:
-        print(json.dumps({**dataclasses.asdict(report), "sound": report.sound}, indent=1))
+        _show_json({**dataclasses.asdict(report), "sound": report.sound})
     else:
-        print(render_report(report))
+        _show(render_report(report))
     return 0 if report.sound else 1
 
 
@@ -365,11 +372,11 @@ def _compare(words: list[str]) -> int:
     if options.plot is not None:
         draw(found, options.plot)
     if options.json:
-        print(json.dumps(to_json(found, best), indent=1, allow_nan=False))
+        _show_json(to_json(found, best), allow_nan=False)
     else:
-        print(render(found, options.renormalise, options.all))
+        _show(render(found, options.renormalise, options.all))
         if best is not None:
-            print(f"\n{render_recommendation(best, found.batch)}")
+            _show(f"\n{render_recommendation(best, found.batch)}")
     return 1 if best is not None and best.step is None else 0
 
 
@@ -381,8 +388,8 @@ def _derive(words: list[str]) -> int:
 
     derived = derive(_parse(DeriveOptions, "derive", words))
     done = f"made {derived.made} shards" if derived.made else "already complete"
-    print(f"{derived.cache.location}: {done}")
-    print(render(summary(derived.cache.location)))
+    _show(f"{derived.cache.location}: {done}")
+    _show(render(summary(derived.cache.location)))
     return 0
 
 
@@ -397,7 +404,7 @@ def _copy(words: list[str]) -> int:
     present = (
         f", {copied.present} were there already (by receipt and size)" if copied.present else ""
     )
-    print(
+    _show(
         f"{copied.location}: copied {copied.shards - copied.present} of {copied.shards} shards "
         f"({copied.bytes / 1e6:,.1f} MB){present}"
     )
@@ -413,10 +420,10 @@ def _train(words: list[str]) -> int:
 
     trained = train(options)
     done = f"{trained.steps:,} steps" if trained.steps else "already complete"
-    print(f"{trained.run}: {done}")
+    _show(f"{trained.run}: {done}")
     if trained.evaluations:
-        print(table(trained.evaluations))
-    print(f"Checkpoints, metrics.jsonl and evaluations.jsonl are in {trained.run}.")
+        _show(table(trained.evaluations))
+    _show(f"Checkpoints, metrics.jsonl and evaluations.jsonl are in {trained.run}.")
     return 0
 
 
@@ -432,14 +439,14 @@ def _evaluate(words: list[str]) -> int:
         step, found = evaluate(options, _say, progress)
     line = {"step": step, **found.to_json()}
     if options.json:
-        print(json.dumps(line, indent=1))
+        _show_json(line)
         return 0
-    print(f"{options.run}, step {step}: {found.labels:,} labels of {found.rows:,} held-out rows")
-    print(table([line]))
-    print(f"KL over what the cache holds ({found.kl_kind})")
+    _show(f"{options.run}, step {step}: {found.labels:,} labels of {found.rows:,} held-out rows")
+    _show(table([line]))
+    _show(f"KL over what the cache holds ({found.kl_kind})")
     if found.kl_full is not None:
-        print(f"KL over the whole vocabulary: {found.kl_full:.4f}")
-    print(f"the teacher's own perplexity: {found.teacher_perplexity:,.2f}")
+        _show(f"KL over the whole vocabulary: {found.kl_full:.4f}")
+    _show(f"the teacher's own perplexity: {found.teacher_perplexity:,.2f}")
     return 0
 
 
@@ -452,13 +459,26 @@ def _export(words: list[str]) -> int:
     trained = export(options)
     for warning in trained.warnings:
         _say(f"Warning: {warning}.")
-    print(f"{options.out}: the student of {options.run} after step {trained.step}")
+    _show(f"{options.out}: the student of {options.run} after step {trained.step}")
     return 0
 
 
+def _show(text: str) -> None:
+    from cache.visible import show
+
+    show(text)
+
+
+def _show_json(value: Any, allow_nan: bool = True) -> None:
+    from cache.visible import as_json, show
+
+    show(as_json(value, allow_nan))
+
+
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    from cache.visible import say
+
+    say(text)
 
 
 _Options = TypeVar("_Options")
@@ -466,9 +486,13 @@ _Options = TypeVar("_Options")
 
 def _parse(options: type[_Options], command: str, words: list[str]) -> _Options:
     """Options from the words of a command line; prints help or usage errors itself."""
-    import tyro
+    from cache.arguments import parse
 
-    return tyro.cli(options, prog=f"stillroom {command}", args=words)
+    try:
+        return parse(options, f"stillroom {command}", words)
+    except _user_errors() as error:
+        _say(f"stillroom {command}: {error}\n`stillroom {command} --help` shows the options.")
+        raise SystemExit(2) from error
 
 
 # The exit code of a command that was stopped, and the commands that then go on where they were.

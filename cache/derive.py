@@ -8,7 +8,6 @@ equal bytes, whatever was interrupted.
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -39,6 +38,7 @@ from cache.soundness import check_receipts
 from cache.statistics import combine
 from cache.storage import Store
 from cache.verify import WORK_UNFINISHED, verify
+from cache.visible import say
 
 # Entries that are worked on at a time: some tens of megabytes in float64.
 _BATCH_ENTRIES = 2**19
@@ -130,7 +130,7 @@ def _plan(options: DeriveOptions, recorded: list[dict[str, Any]]) -> _Plan:
     sources = tuple(source for source, _ in opened)
     digests = [sha256 for _, sha256 in opened]
     for note in check_joinable(sources, options.rows_per_shard):
-        _say(note)
+        say(note)
     manifests = [source.manifest for source in sources]
     recipe = recipe_of(manifests, digests, options)
     corpus, numberings = join_corpora(manifests)
@@ -206,7 +206,7 @@ def _as_it_was(now: Cache, sha256: str, known: dict[str, Any] | None) -> tuple[C
             before = now.before(count)
             then = hashlib.sha256(before.manifest.to_bytes()).hexdigest()
             if then == known["manifest_sha256"]:
-                _say(
+                say(
                     f"{now.location} has grown to {len(now):,} rows since: its first "
                     f"{known['rows']:,} are taken, as before. For all of them derive into another "
                     "folder."
@@ -297,7 +297,7 @@ def _fill(plan: _Plan, store: Store, finished: Manifest | None) -> int:
         have -= set(range(shards, finished.shards))
     sound, damage = check_receipts(store, manifest, sorted(have.intersection(range(shards))), total)
     for item in damage:
-        _say(f"Made again: {item}.")
+        say(f"Made again: {item}.")
     for shard in sorted(have - set(sound)):
         store.delete(receipt_key(shard))
     pending = [shard for shard in range(shards) if shard not in sound]
@@ -386,8 +386,3 @@ def _accounting(plan: _Plan, store: Store) -> dict[str, Any]:
             for name in names
         },
     }
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

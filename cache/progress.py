@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,9 @@ from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from cache.visible import one_line, say, visible
 
 # Seconds between counts, and between lines where there is no terminal to draw on.
 _COUNT, _LOG = 0.5, 10.0
@@ -66,10 +68,10 @@ class Line:
           done, total: elements done when it starts, and in all.
           text: what to say at the start.
         """
-        self._title, self._total = title, total
+        self._title, self._total = one_line(title), total
         self._console = Console(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[text]}", markup=False),
@@ -77,7 +79,9 @@ class Line:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task(title, total=total, completed=done, text=text)
+        self._task = self._progress.add_task(
+            self._title, total=total, completed=done, text=one_line(text)
+        )
         self._shown = time.monotonic()
 
     def __enter__(self) -> Line:
@@ -89,20 +93,19 @@ class Line:
 
     def show(self, done: int, text: str, last: bool = False) -> None:
         """Elements done, in earlier runs too, and what to say of it; the last is always shown."""
-        self._progress.update(self._task, completed=done, text=text)
+        self._progress.update(self._task, completed=done, text=one_line(text))
         now = time.monotonic()
         if not self._console.is_terminal and (last or now - self._shown >= _LOG):
             self._shown = now
-            sys.stderr.write(f"{self._title}: {done}/{self._total}, {text}\n")
-            sys.stderr.flush()
+            say(f"{self._title}: {done}/{self._total}, {text}")
 
     def say(self, text: str) -> None:
         """Writes lines that stay; a live line goes on below them."""
         if self._console.is_terminal:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            # Text, in which no markup and no name of an emoji is replaced.
+            self._console.print(Text(visible(text)), soft_wrap=True)
         else:
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+            say(text)
 
 
 @contextmanager

@@ -9,32 +9,37 @@ from typing import Any
 from cache.errors import LISTED, listed
 from cache.provenance import DERIVED
 from cache.verify import Report
+from cache.visible import one_line, quoted, visible
 
 
 def render(view: dict[str, Any]) -> str:
     """A view as text, by its "view" field."""
-    return _RENDERERS[view["view"]](view)
+    return visible(_RENDERERS[view["view"]](view))
 
 
 def render_report(report: Report) -> str:
     """What `verify` found, as text."""
+    return visible(_report(report))
+
+
+def _report(report: Report) -> str:
     depth = "every byte" if report.full else "receipts, files and sizes"
     lines = [
-        f"{report.location}: {report.state}, {report.shards:,} shards, "
+        f"{one_line(report.location)}: {report.state}, {report.shards:,} shards, "
         f"{report.bytes:,} bytes of arrays; checked {depth}"
     ]
     if report.sound:
         advice = "" if report.full else " (--full reads every byte)"
         return "\n".join([*lines, f"sound{advice}"])
-    lines += [f"  {item}" for item in report.damage[:LISTED]]
+    lines += [f"  {one_line(item)}" for item in report.damage[:LISTED]]
     if len(report.damage) > LISTED:
         lines.append(f"  and {len(report.damage) - LISTED:,} more")
     if report.mended:
-        lines.append(f"put right: {', '.join(report.mended)}")
+        lines.append(f"put right: {one_line(', '.join(report.mended))}")
     if report.repaired:
         lines.append(f"removed the receipts of shards {listed(report.repaired)}")
         lines.append("run again what made them; it redoes exactly these (or copy them again):")
-        lines += [f"  {line}" for line in report.makers]
+        lines += [f"  {one_line(line)}" for line in report.makers]
     elif not report.mended and any("not finished" not in item.reason for item in report.damage):
         lines.append("--repair puts right what it can and removes the receipts of broken shards;")
         lines.append("then run the command that made the cache again: it redoes exactly those")
@@ -42,7 +47,7 @@ def render_report(report: Report) -> str:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    rows = list(rows)
+    rows = [(one_line(name), one_line(value)) for name, value in rows]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
@@ -107,17 +112,17 @@ def _summary(view: dict[str, Any]) -> str:
     lines = _table(rows)
     if shards["missing"]:
         lines.append(f"missing: shards {listed(shards['missing'])}")
-    lines += [f"damaged: {item}" for item in (shards["damaged"] or ())[:LISTED]]
+    lines += [f"damaged: {one_line(item)}" for item in (shards["damaged"] or ())[:LISTED]]
     if view["state"] != "open" and (shards["missing"] or shards["damaged"]):
         lines.append("broken: `stillroom verify` tells all that is wrong and how to repair it")
     work = view.get("work")
     if work is not None and "damaged" in work:
-        lines.append(f"damaged: {work['damaged']}")
+        lines.append(f"damaged: {one_line(work['damaged'])}")
     elif work is not None:
         kind = "shards are made again" if work["again"] else "documents are being added"
         lines.append(
             f"not finished: {kind}, {work['shards_done']:,} shards done; run the same `stillroom "
-            f"{work['command']}` of {work['documents']} again"
+            f"{work['command']}` of {one_line(work['documents'])} again"
         )
     if view["state"] == "open":
         command = "derive" if DERIVED in view["capture"] else "precompute"
@@ -233,7 +238,7 @@ def _shard(view: dict[str, Any]) -> str:
 
 
 def _row(view: dict[str, Any]) -> str:
-    lines = [f"row {view['row']} of {view['cache']} (shard {view['shard']})"]
+    lines = [f"row {view['row']} of {one_line(view['cache'])} (shard {view['shard']})"]
     for segment in view["segments"]:
         first, end = segment["positions"]
         perplexity = segment["teacher_perplexity"]
@@ -242,30 +247,32 @@ def _row(view: dict[str, Any]) -> str:
             f"segment {segment['segment']}: document {segment['document']}, positions "
             f"{first}-{end - 1}, {segment['labels']} labels{quality}"
         )
-        lines += [f"  | {_printable(line)}" for line in segment["text"].splitlines()]
+        # Not splitlines(), which also breaks lines at U+2028 and others, and drops them.
+        lines += [f"  | {line}" for line in segment["text"].split("\n")]
     if view["padding"]:
         lines.append(f"{view['padding']} positions of padding")
     return "\n".join(lines)
 
 
 def _position(view: dict[str, Any]) -> str:
-    lines = [f"row {view['row']}, position {view['position']} of {view['cache']}"]
+    lines = [f"row {view['row']}, position {view['position']} of {one_line(view['cache'])}"]
     if view["document"] is None:
         return "\n".join([*lines, "padding: no token, no prediction"])
-    lines += [f"document {view['document']}", f"  before  {view['before']!r}"]
+    lines += [f"document {view['document']}", f"  before  {quoted(view['before'])}"]
     label = view["label"]
     if label is None:
         return "\n".join([*lines, "no label: the document ends here, or the label does not count"])
     rank = f"rank {label['rank']}" if label["rank"] else f"rank above {label['rank_above']}"
     lines += [
-        f"  then    {view['after']!r}",
-        f"next token {label['text']!r} (id {label['id']}): probability "
+        f"  then    {quoted(view['after'])}",
+        f"next token {quoted(label['text'])} (id {label['id']}): probability "
         f"{label['probability']:.4f}, {rank}; entropy {view['entropy']:.3f} nats",
         f"entries at temperature {view['temperature']:g}:",
         "       weight  kind        id  token",
     ]
     lines += [
-        f"  {entry['probability']:11.6f}  {entry['kind']:<7} {entry['id']:>6}  {entry['text']!r}"
+        f"  {entry['probability']:11.6f}  {entry['kind']:<7} {entry['id']:>6}  "
+        + quoted(entry["text"])
         + ("  <- next" if entry["id"] == label["id"] else "")
         for entry in view["entries"]
     ]
@@ -274,11 +281,6 @@ def _position(view: dict[str, Any]) -> str:
     if any(entry["kind"] == "sampled" for entry in view["entries"]):
         lines.append("an exact weight is the token's probability; sampled ones share the rest")
     return "\n".join(lines)
-
-
-def _printable(text: str) -> str:
-    """Text whose control characters a terminal does not obey."""
-    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
 
 
 _RENDERERS = {"summary": _summary, "shard": _shard, "row": _row, "position": _position}

@@ -248,7 +248,12 @@ def _backend(options: PrecomputeOptions) -> tuple[str, int]:
     if options.workers == 1:
         return jax.default_backend(), jax.local_device_count()
     code = "import jax; print(jax.default_backend(), jax.local_device_count())"
-    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        encoding="utf-8",
+        errors="backslashreplace",
+    )
     if found.returncode != 0:
         raise CaptureError(f"JAX finds no device in a process of its own:\n{found.stderr[-1000:]}")
     backend, devices = found.stdout.split()[-2:]

@@ -206,7 +206,7 @@ def read_options(path: str | Path) -> dict[str, Any]:
       CaptureError: no such file, not TOML, or an option that does not exist.
     """
     try:
-        values = tomllib.loads(Path(path).read_text())
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise CaptureError(f"cannot read the config file {path}: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from cache.runlog import FAILED, RunLog, read_events
 from cache.shards import create_arrays, finished_shards
 from cache.soundness import check_receipts, listed_receipts
 from cache.storage import Store
+from cache.visible import say
 from pipelines.begin import begin, refuse_lacking
 from pipelines.corpus import combine_digests, part_ranges
 from pipelines.errors import CaptureError, CorpusError
@@ -212,7 +212,7 @@ def _score_shards(plan: Plan) -> int:
     done = _sound_shards(plan)
     pending = [shard for shard in shards if shard not in done]
     if pending:
-        _say(
+        say(
             f"Scoring {len(pending)} of {total} shards of {encoding.rows_per_shard} rows, "
             f"{len(done)} are done; processes that load the teacher: {plan.options.workers}."
         )
@@ -241,7 +241,7 @@ def _sound_shards(plan: Plan) -> set[int]:
     ours = sorted(have.intersection(plan.shards))
     sound, damage = check_receipts(plan.store, plan.manifest, ours, plan.stored_rows)
     for item in damage:
-        _say(f"Scored again: {item}.")
+        say(f"Scored again: {item}.")
     for shard in sorted(have - set(sound)):
         plan.store.delete(receipt_key(shard))
     return set(sound)
@@ -289,8 +289,3 @@ def _refuse_failed(plan: Plan, name: str, failed: list[int]) -> None:
         + "\nRun the same command again when the cause is mended: it redoes only these. "
         f"Tracebacks are in {plan.store.location}/{RUNS}/{plan.run}/."
     )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

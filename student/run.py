@@ -192,7 +192,7 @@ def last_options(folder: str | Path) -> dict[str, Any]:
         raise RunError(f"{sessions} holds no options of a session. Was it removed?")
     newest = max(files, key=lambda file: int(file.stem))
     try:
-        return tomllib.loads(newest.read_text())
+        return tomllib.loads(newest.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RunError(f"{newest} is damaged: {error}. Put it back from a copy.") from error
 

@@ -214,7 +214,8 @@ class _Wandb:
 
     def _write_state(self, closed: bool) -> None:
         unfinished = self._path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({"id": self._id, "sent": self._now, "closed": closed}))
+        record = {"id": self._id, "sent": self._now, "closed": closed}
+        unfinished.write_text(json.dumps(record), encoding="utf-8")
         unfinished.replace(self._path)
 
 

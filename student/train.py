@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cache.progress import counted
+from cache.visible import say as to_standard_error
 from student.batches import BatchSettings
 from student.checkpoints import Checkpoints, Restored
 from student.display import Display, Moment
@@ -75,7 +75,7 @@ def train(options: TrainOptions, say: Callable[[str], None] | None = None) -> Tr
         saved stay.
       KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after saving a checkpoint.
     """
-    say = say or _to_standard_error
+    say = say or to_standard_error
     with counted("Reading which rows share documents") as progress:
         plan = make_plan(options, progress, identity=_cache_of(options.out))
     with ExitStack() as stack:
@@ -89,10 +89,6 @@ def _cache_of(folder: str) -> str | None:
     record = find_record(folder) or {}
     known = record.get("cache")
     return known.get("identity") if isinstance(known, dict) else None
-
-
-def _to_standard_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _prepare(plan: Plan, say: Callable[[str], None]) -> _Ready:
@@ -204,7 +200,7 @@ class _Session:
             )
             source.restore(position)
             display = enter(Display(plan.steps, self._options.epochs, start))
-            if self._say is _to_standard_error:
+            if self._say is to_standard_error:
                 # Where the live line is, which it must not break.
                 self._say = display.say
             stop = enter(StopRequest(self._say))
