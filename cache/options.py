@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from cache.errors import CacheError
-
-
-def _unset(metavar: str, meaning: str) -> Any:
-    """How help shows an option that may be left out: what to write, and what not writing means."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(if unset: {meaning})")
 
 
 @dataclass(frozen=True)
@@ -26,14 +21,14 @@ class InspectOptions:
 
     cache: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CACHE")]
     """The cache: a local path, gs://…, s3://… or http://…."""
-    row: Annotated[int | None, _unset("ROW", "the summary")] = None
-    """Show one row: its documents and its text."""
-    position: Annotated[int | None, _unset("POSITION", "the whole row")] = None
-    """With --row: show the teacher's prediction at one position of it."""
-    shard: Annotated[int | None, _unset("SHARD", "the summary")] = None
-    """Show one shard: its receipt, rows, documents, timings and statistics."""
-    temperature: Annotated[float | None, _unset("FLOAT", "the lowest")] = None
-    """With --position: the captured temperature of the probabilities."""
+    row: Annotated[int | None, tyro.conf.arg(metavar="ROW")] = None
+    """Show one row: its documents and its text. Unset: the summary."""
+    position: Annotated[int | None, tyro.conf.arg(metavar="POSITION")] = None
+    """With --row: show the teacher's prediction at one position of it. Unset: the whole row."""
+    shard: Annotated[int | None, tyro.conf.arg(metavar="SHARD")] = None
+    """Show one shard: its receipt, rows, documents, timings and statistics. Unset: the summary."""
+    temperature: float | None = None
+    """With --position: the captured temperature of the probabilities. Unset: the lowest."""
     files: bool = True
     """Look for missing files. Without, the summary of a finished cache reads one object alone."""
     json: bool = False
@@ -97,33 +92,29 @@ class DeriveOptions:
     """The caches to derive from, several are joined; and, last, where the new one goes. Folders,
     s3:// or gs:// addresses; sources also http://."""
 
-    k: Annotated[int | None, _unset("INT", "as many as there are")] = None
-    """Entries per position, fewer than there are."""
-    exact: Annotated[int | None, _unset("INT", "those sure to be exact, at most half of --k")] = (
-        None
-    )
-    """With a sampled tail and a smaller --k: at least so many entries stay exact."""
+    k: int | None = None
+    """Entries per position, fewer than there are. Unset: as many as there are."""
+    exact: int | None = None
+    """With a sampled tail and a smaller --k: at least so many entries stay exact. Unset:
+    those sure to be exact, at most half of --k."""
     tail: Literal["keep", "drop"] = "keep"
     """drop: only the exact entries, as `precompute --tail none` captures them; their number, --k,
     is by default that which every position is sure to have."""
-    temperatures: Annotated[tuple[float, ...] | None, _unset("FLOAT …", "all of them")] = None
-    """Temperatures to keep, of those that were captured."""
-    logprobs: Annotated[
-        Literal["rounded", "float16", "float32"] | None,
-        _unset("rounded|float16|float32", "as they are"),
-    ] = None
-    """How log-probs are stored: as they are or coarser."""
-    mantissa_bits: Annotated[int | None, _unset("INT", "as many as there are")] = None
-    """Kept by `rounded`: as many as there are or fewer."""
-    rows: Annotated[str | None, _unset("FIRST:END", "all rows")] = None
-    """Only the rows FIRST to END - 1, numbered through all sources."""
-    sample: Annotated[float | None, _unset("SHARE|ROWS", "all rows")] = None
+    temperatures: tuple[float, ...] | None = None
+    """Temperatures to keep, of those that were captured. Unset: all of them."""
+    logprobs: Literal["rounded", "float16", "float32"] | None = None
+    """How log-probs are stored: as they are or coarser. Unset: as they are."""
+    mantissa_bits: int | None = None
+    """Kept by `rounded`: as many as there are or fewer. Unset: as many as there are."""
+    rows: Annotated[str | None, tyro.conf.arg(metavar="FIRST:END")] = None
+    """Only the rows FIRST to END - 1, numbered through all sources. Unset: all rows."""
+    sample: Annotated[float | None, tyro.conf.arg(metavar="SHARE|ROWS")] = None
     """Only a random share of the rows (below 1), or so many rows at most. Rows that share
-    documents stay together."""
+    documents stay together. Unset: all rows."""
     seed: int = 0
     """Of --sample, and of the entries that a smaller --k keeps of a sampled tail."""
-    rows_per_shard: Annotated[int | None, _unset("INT", "as in the sources")] = None
-    """The unit of work, of retry and of checking: one file per array."""
+    rows_per_shard: int | None = None
+    """The unit of work, of retry and of checking: one file per array. Unset: as in the sources."""
 
     def __post_init__(self) -> None:
         def demand(holds: bool, name: str, expected: str) -> None:

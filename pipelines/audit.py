@@ -51,15 +51,16 @@ class AuditOptions:
     cache: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CACHE")]
     """The cache: a local path, gs://…, s3://… or http://…."""
     teacher: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH|MODULE:FUNCTION")] = None
-    """The teacher; where the manifest says it was, if unset."""
+    """The teacher. Unset: where the manifest says it was."""
     teacher_revision: str | None = None
-    """Revision of a hub teacher; resolved to a commit."""
+    """Revision of a hub teacher; resolved to a commit. Unset: that of the capture, or the newest
+    of a --teacher."""
     rows: int = 32
     """Rows to score, chosen by the seed; all of them if there are fewer."""
     seed: int = 0
     """Of the choice of rows."""
     precision: Literal["float32", "bfloat16"] | None = None
-    """Of the teacher now; that of the capture if unset."""
+    """Of the teacher now. Unset: that of the capture."""
     other_files: bool = False
     """Accept a teacher whose fingerprint is another if its numbers are the same: the same
     weights in other files."""

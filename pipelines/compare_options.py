@@ -145,30 +145,31 @@ class CompareOptions:
     """
 
     cache: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="CACHE")] = None
-    """A finished cache of exact entries, instead of a teacher and a dataset."""
+    """A finished cache of exact entries. Unset: a teacher and a dataset are measured."""
     teacher: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH|MODULE:FUNCTION")] = None
-    """As in precompute."""
+    """As in precompute. Unset: a CACHE is measured."""
     dataset: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None
-    """As in precompute."""
+    """As in precompute. Unset: a CACHE is measured."""
     student: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH|MODULE:FUNCTION")] = None
-    """A model with the teacher's tokenizer, at whose predictions gradients are measured. If
-    unset, a student that knows how frequent tokens are and nothing else."""
+    """A model with the teacher's tokenizer, at whose predictions gradients are measured. Unset:
+    a student that knows how frequent tokens are and nothing else."""
 
     # What is compared.
     settings: tuple[str, ...] | None = None
-    """exact:K, or sampled:K/E with E the least number of exact entries; many if unset."""
+    """exact:K, or sampled:K/E with E the least number of exact entries. Unset: many."""
     roundings: tuple[str, ...] = ROUNDINGS
     """float32, float16, or rounded:M with M mantissa bits."""
     batch: int = 4096
     """Labels that a training step takes the mean gradient of."""
     budget: float | None = None
-    """Recommend a setting for at most so many bytes per token."""
+    """Recommend a setting for at most so many bytes per token. Unset: recommend none."""
     renormalise: bool = False
     """Also show exact entries renormalised, without the rest as one more class."""
     all: bool = False
     """Show every setting, also those that cheaper ones beat in every error. --json always does."""
     plot: Path | None = None
-    """Draw error against bytes into this file, such as errors.png; needs matplotlib."""
+    """Draw error against bytes into this file, such as errors.png; needs matplotlib. Unset:
+    draw nothing."""
     json: bool = False
     """Print JSON."""
 
@@ -180,21 +181,21 @@ class CompareOptions:
     temperatures: tuple[float, ...] = (1.0, 2.0, 4.0)
     """Where the mass of the exact entries is measured; a cache has its own."""
     name: str | None = None
-    """Configuration of a hub dataset."""
+    """Configuration of a hub dataset. Unset: its default one."""
     split: str = "train"
     """Split of the dataset."""
     revision: str | None = None
-    """Revision of a hub dataset."""
+    """Revision of a hub dataset. Unset: its newest."""
     column: str = "text"
     """Column that holds the text."""
     text_unit: Literal["file", "line"] = "file"
     """What is one document in a .txt file."""
     teacher_revision: str | None = None
-    """Revision of a hub teacher."""
+    """Revision of a hub teacher. Unset: its newest."""
     tokenizer: str | None = None
-    """Where the tokenizer is, if not with the teacher."""
+    """Where the tokenizer is. Unset: with the teacher."""
     vocabulary: int | None = None
-    """Keep only ids below this."""
+    """Keep only ids below this. Unset: the tokenizer's size."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and activations of teacher and student."""
     layout: Literal["pack", "pad"] = "pack"

@@ -42,25 +42,25 @@ class PrecomputeOptions:
 
     # The corpus.
     name: str | None = None
-    """Configuration of a hub dataset."""
+    """Configuration of a hub dataset. Unset: its default one."""
     split: str = "train"
     """Split of the dataset."""
     revision: str | None = None
-    """Revision of a hub dataset; resolved to a commit."""
+    """Revision of a hub dataset; resolved to a commit. Unset: its newest."""
     column: str = "text"
     """Column that holds the text."""
     text_unit: Literal["file", "line"] = "file"
     """What is one document in a .txt file."""
     limit: int | None = None
-    """Take only the first so many documents."""
+    """Take only the first so many documents. Unset: all."""
 
     # The teacher.
     teacher_revision: str | None = None
-    """Revision of a hub teacher; resolved to a commit."""
+    """Revision of a hub teacher; resolved to a commit. Unset: its newest."""
     tokenizer: str | None = None
-    """Where the tokenizer is, if not with the teacher."""
+    """Where the tokenizer is. Unset: with the teacher."""
     vocabulary: int | None = None
-    """Keep only ids below this; the others get no probability. The tokenizer's size if unset."""
+    """Keep only ids below this; the others get no probability. Unset: the tokenizer's size."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the teacher's weights and activations; log-probs are always computed in float32."""
 
@@ -84,7 +84,7 @@ class PrecomputeOptions:
     tail: Literal["sampled", "none"] = "sampled"
     """sampled: the rest of the k entries are an unbiased sample. none: all are exact (top-k)."""
     temperatures: tuple[float, ...] | None = None
-    """Temperatures at which students can train; 1 with a sampled tail, else 1, 2 and 4."""
+    """Temperatures at which students can train. Unset: 1 with a sampled tail, else 1, 2 and 4."""
     seed: int = 0
     """Of the sampled tail."""
     logprobs: Literal["rounded", "float16", "float32"] = "rounded"
@@ -170,23 +170,23 @@ class AppendOptions:
 
     # The corpus.
     name: str | None = None
-    """Configuration of a hub dataset."""
+    """Configuration of a hub dataset. Unset: its default one."""
     split: str = "train"
     """Split of the dataset."""
     revision: str | None = None
-    """Revision of a hub dataset; resolved to a commit."""
+    """Revision of a hub dataset; resolved to a commit. Unset: its newest."""
     column: str = "text"
     """Column that holds the text."""
     text_unit: Literal["file", "line"] = "file"
     """What is one document in a .txt file."""
     limit: int | None = None
-    """Take only the first so many documents."""
+    """Take only the first so many documents. Unset: all."""
 
     # The teacher.
     teacher: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH|MODULE:FUNCTION")] = None
-    """Where the teacher is now, if not where it was. It must be the same one."""
+    """Where the teacher is now; it must be the same one. Unset: where it was."""
     tokenizer: str | None = None
-    """Where the tokenizer is, if not with the teacher."""
+    """Where the tokenizer is. Unset: with the teacher."""
 
     # Work.
     workers: int = 1

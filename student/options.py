@@ -47,24 +47,25 @@ class TrainOptions:
 
     # The student.
     student_revision: Annotated[str | None, tyro.conf.arg(metavar="REVISION")] = None
-    """Revision of a hub student; resolved to a commit."""
+    """Revision of a hub student; resolved to a commit. Unset: its newest."""
     drop_layers: Annotated[str | None, tyro.conf.arg(metavar="FIRST-LAST|COUNT")] = None
     """Leave out a block of layers, counted from 0: 9-18; or so many of them: the block whose
-    loss hurts least is found by held-out cross-entropy."""
+    loss hurts least is found by held-out cross-entropy. Unset: keep all."""
     trim_vocabulary: bool = False
     """Cut rows of the student's embedding and head beyond the tokenizer's ids."""
 
     # The data.
     local_copy: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Keep what is read of a remote cache in a local folder, whole files of shards, and read it
-    there from then on. Several caches and runs may share the folder. Decides no result."""
+    there from then on. Several caches and runs may share the folder. Decides no result. Unset:
+    keep nothing."""
     held_out: float = 0.05
     """Rows that are evaluated and never trained on: a share below 1, or a number of rows.
     Documents that share a row stay together."""
     epochs: int = 3
     """Passes over the training rows. (recipe)"""
     length: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Train on only the first so many positions of each row."""
+    """Train on only the first so many positions of each row. Unset: on all."""
     shuffle_block: int = 1
     """Rows that stay together when the order is drawn. On object storage runs of 16 to 64 rows
     take far fewer requests than single ones; a batch should have many blocks."""
@@ -83,11 +84,11 @@ class TrainOptions:
     beta: float = 0.5
     """Weight of the teacher in the mixture of --divergence js; above 0, below 1."""
     temperature: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """A captured temperature; the capture's first if unset."""
+    """A captured temperature. Unset: the capture's first."""
     alpha: float = 0.5
     """Weight of the cross-entropy on the labels; 1 - alpha is the teacher's. (recipe)"""
     alpha_end: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """Move alpha linearly to this value over the run."""
+    """Move alpha linearly to this value over the run. Unset: it stays."""
 
     # The optimiser: AdamW with warm-up and cosine.
     batch: int = 512
@@ -116,7 +117,7 @@ class TrainOptions:
     checkpoint_every: int = 500
     """Steps between checkpoints. There is one after each evaluation, too."""
     evaluate_every: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Steps between evaluations on the held-out rows; unset: after each epoch."""
+    """Steps between evaluations on the held-out rows. Unset: after each epoch."""
     keep: int = 3
     """Newest checkpoints to keep."""
     keep_best: bool = True
@@ -172,13 +173,15 @@ class EvaluateOptions:
     checkpoint: Annotated[str, tyro.conf.arg(metavar="best|last|STEP")] = "last"
     """Which checkpoint: last, best (least held-out loss), or the number of a step."""
     cache: Annotated[str | None, tyro.conf.arg(metavar="CACHE")] = None
-    """Where the run's cache is now, if it was moved."""
+    """Where the run's cache is now. Unset: where it was."""
     local_copy: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Keep what is read of a remote cache in a local folder, and read it there from then on."""
+    """Keep what is read of a remote cache in a local folder, and read it there from then on.
+    Unset: keep nothing."""
     teacher: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH|MODULE:FUNCTION")] = None
-    """Load the teacher, too, and report the KL over the whole vocabulary."""
+    """Load the teacher, too, and report the KL over the whole vocabulary. Unset: over what the
+    cache holds alone."""
     teacher_revision: str | None = None
-    """Revision of a hub teacher."""
+    """Revision of a hub teacher. Unset: its newest."""
     batch: int = 8
     """Rows that are evaluated at once on each device. Decides no result."""
     json: bool = False
