@@ -289,9 +289,9 @@ def _append(words: list[str]) -> int:
     import logging
 
     logging.basicConfig(level=logging.ERROR, format="%(name)s: %(message)s")
-    from pipelines.options import AppendOptions
+    from pipelines.options import AppendOptions, joined_words
 
-    options = _parse(AppendOptions, "append", words)
+    options = _parse(AppendOptions, "append", joined_words(words))
     from pipelines.append import append
 
     return _print_capture(append(options))

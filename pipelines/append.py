@@ -23,6 +23,7 @@ from pipelines.options import AppendOptions
 from pipelines.parts import parts_folder
 from pipelines.plan import options_of
 from pipelines.precompute import Outcome, fill
+from pipelines.runner import check_runner
 from pipelines.teacher import named_by_manifest
 
 _OWN = ("cache", "teacher")
@@ -58,6 +59,7 @@ def append(options: AppendOptions) -> Outcome:
         teacher_revision=None if options.teacher else complete.teacher.get("revision"),
         **given,
     )
+    check_runner(asked)
     with named_by_manifest(options.teacher is None and options.tokenizer is None):
         wanted = what_is_wanted(asked)
     opened = replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import tomllib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,6 +14,8 @@ import tyro
 
 from pipelines.errors import CaptureError
 
+# What runs a capture if no runner is named: Beam's own, in processes of ours.
+LOCAL = "local"
 # With a sampled tail the weights hold at one temperature only. With exact entries these
 # are what the sources train at; each costs two bytes a position.
 _TEMPERATURES = {"sampled": (1.0,), "none": (1.0, 2.0, 4.0)}
@@ -102,11 +105,12 @@ class PrecomputeOptions:
     documents_per_part: int = 512
     """Documents that are tokenised and packed together."""
     workers: int = 1
-    """Processes on this machine. Each loads the teacher."""
-    runner: str = "local"
-    """local, or another Beam runner by its name, such as DaskRunner or DataflowRunner."""
+    """Processes of the local runner on this machine. Each loads the teacher."""
+    runner: str = LOCAL
+    """local, or a Beam runner: DaskRunner, DataflowRunner, another name that Beam knows, or the
+    full name of its class, such as package.module.Runner."""
     beam_options: str = ""
-    """Beam's own options for that runner, in one string."""
+    """Beam's own options for another runner, in one string: "--project=p --region=r"."""
     shard_teacher: bool = False
     """Spread one copy of the teacher over this machine's devices, instead of one copy each."""
     keep_parts: bool = False
@@ -140,6 +144,7 @@ class PrecomputeOptions:
             demand(good and len(self.temperatures) > 0, "temperatures", "above 0")
             one = self.tail == "none" or len(set(self.temperatures)) == 1
             demand(one, "temperatures", "one temperature when the tail is sampled")
+        _check_runner(self.runner, self.workers, self.beam_options)
 
     @property
     def captured_temperatures(self) -> tuple[float, ...]:
@@ -190,13 +195,45 @@ class AppendOptions:
 
     # Work.
     workers: int = 1
-    """Processes on this machine. Each loads the teacher."""
-    runner: str = "local"
-    """local, or another Beam runner by its name, such as DaskRunner or DataflowRunner."""
+    """Processes of the local runner on this machine. Each loads the teacher."""
+    runner: str = LOCAL
+    """local, or a Beam runner: DaskRunner, DataflowRunner, another name that Beam knows, or the
+    full name of its class, such as package.module.Runner."""
     beam_options: str = ""
-    """Beam's own options for that runner, in one string."""
+    """Beam's own options for another runner, in one string: "--project=p --region=r"."""
     keep_parts: bool = False
     """Keep the tokenised rows after the work."""
+
+    def __post_init__(self) -> None:
+        _check_runner(self.runner, self.workers, self.beam_options)
+
+
+def _check_runner(runner: str, workers: int, beam_options: str) -> None:
+    """Refuses options that the chosen runner does not heed.
+
+    Raises:
+      CaptureError: there are such, or `beam_options` cannot be taken apart.
+    """
+    if not runner.strip():
+        raise CaptureError("--runner should be local or the name of a Beam runner, found nothing.")
+    if runner == LOCAL and beam_options.strip():
+        raise CaptureError(
+            "--beam-options has no effect with the local runner. Leave it out, or name another "
+            "--runner."
+        )
+    if runner != LOCAL and workers != 1:
+        raise CaptureError(
+            f"--workers {workers} has no effect with --runner {runner}: it is for the local "
+            "runner. Leave it out; how many workers there are is among that runner's own options, "
+            "for --beam-options."
+        )
+    try:
+        shlex.split(beam_options)
+    except ValueError as error:
+        raise CaptureError(
+            f"--beam-options should be written as on a command line, found {beam_options!r}: "
+            f"{error}."
+        ) from error
 
 
 def read_options(path: str | Path) -> dict[str, Any]:
@@ -224,11 +261,23 @@ def read_options(path: str | Path) -> dict[str, Any]:
     return values
 
 
+def joined_words(words: list[str]) -> list[str]:
+    """Words in which `--beam-options VALUE` is one, for the value looks like an option itself."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in ("--beam-options", "--beam_options"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def config_words(words: list[str]) -> list[str]:
     """Replaces `--config FILE` in a command line by the options of that file, put first.
 
     What stands on the command line itself comes later and wins.
     """
+    words = joined_words(words)
     rest, path = list(words), None
     for index, word in enumerate(words):
         if word == "--config":
@@ -254,5 +303,5 @@ def config_words(words: list[str]) -> list[str]:
         elif isinstance(value, tuple):
             front += [f"--{option}", *map(str, value)]
         else:
-            front += [f"--{option}", str(value)]
+            front.append(f"--{option}={value}")
     return [*front, *rest]

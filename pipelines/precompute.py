@@ -29,7 +29,7 @@ from pipelines.parts import (
     total_accounting,
 )
 from pipelines.plan import Plan
-from pipelines.runner import RunnerSettings, run_pipeline
+from pipelines.runner import RunnerSettings, check_runner, run_pipeline
 from pipelines.transforms import LayPart, ScoreShard, _Stage, stage_pipeline
 
 
@@ -55,6 +55,7 @@ def precompute(options: PrecomputeOptions) -> Outcome:
       PipelineError, CacheError, DecoderError: what is wrong and what to do; nothing that
         was captured is lost.
     """
+    check_runner(options)
     started = begin(options)
     if isinstance(started, cache.Cache):
         return Outcome(started, 0, tuple(_work_of_others(Store(started.location))))
