@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-import datasets
 import fsspec
 import pytest
+from datasets import config
 
 from pipelines.corpus import CorpusSettings, open_corpus
 from pipelines.corpus_find import find_sources
@@ -172,16 +172,28 @@ def test_dead_links_are_refused_where_they_would_be_read(tmp_path):
 @pytest.mark.parametrize("dataset", ["a.jsonl", "*.jsonl", "."])
 def test_options_that_nothing_uses_are_refused(dataset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "hf")
     write(tmp_path / "a.jsonl")
-    for option, message in (
-        ({"revision": "v9.9"}, r"--revision v9\.9 is for datasets of the hub, but .* Leave it out"),
-        ({"name": "en"}, r"configuration 'en': no README\.md|--name en is for datasets of the hub"),
-        ({"text_unit": "file"}, r"--text-unit file is for text files \(\.txt\), but .* holds json"),
-        ({"split": "test"}, "Files have the one split 'train'|no split 'test'. .* are: train"),
+    for settings, message in (
+        (
+            CorpusSettings(dataset, revision="v9.9"),
+            r"--revision v9\.9 is for datasets of the hub, but .* Leave it out",
+        ),
+        (
+            CorpusSettings(dataset, name="en"),
+            r"configuration 'en': no README\.md|--name en is for datasets of the hub",
+        ),
+        (
+            CorpusSettings(dataset, text_unit="file"),
+            r"--text-unit file is for text files \(\.txt\), but .* holds json",
+        ),
+        (
+            CorpusSettings(dataset, split="test"),
+            "Files have the one split 'train'|no split 'test'. .* are: train",
+        ),
     ):
         with pytest.raises(CorpusError, match=message):
-            open_corpus(CorpusSettings(dataset, **option))
+            open_corpus(settings)
 
 
 def test_remote_folders(tmp_path):
