@@ -13,6 +13,7 @@ from jaxtyping import Float32, UInt8
 
 from decoder.config import DecoderConfig
 from decoder.errors import DecoderError
+from decoder.stand_ins import refuse_stand_in
 
 _BLOCK_BYTES = 1 << 21  # of stored bytes: what is hashed or converted at a time
 _ALIGNMENT = 64  # bytes: arrays that start at a multiple of it are taken over by XLA, not copied
@@ -161,6 +162,7 @@ def canonical_digest(value: Any) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; `DecoderError` if it is none."""
+    refuse_stand_in(path)
     try:
         value = json.loads(path.read_bytes())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

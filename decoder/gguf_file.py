@@ -15,6 +15,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from decoder.errors import DecoderError
+from decoder.stand_ins import refuse_stand_in
 
 MAGIC = b"GGUF"
 
@@ -107,6 +108,7 @@ class _Reader:
 
 def read_header(path: Path) -> GGUFHeader:
     """Metadata and tensor table of a GGUF file, checked against the file's size."""
+    refuse_stand_in(path)
     with path.open("rb") as file:
         reader = _Reader(path, file)
         if reader.size < 24 or reader.take(4) != MAGIC:

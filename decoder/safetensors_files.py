@@ -17,6 +17,7 @@ from decoder.checkpoint import Checkpoint, StoredTensor, read_json
 from decoder.config import DecoderConfig
 from decoder.config_json import from_hugging_face, numeric_part
 from decoder.errors import DecoderError
+from decoder.stand_ins import refuse_stand_in
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_config.json"
@@ -180,6 +181,7 @@ def _check_index(path: Path, names: set[str] | None, found: dict[str, StoredTens
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Name, dtype, shape and place of every tensor of one file, checked by safetensors."""
+    refuse_stand_in(path)
     try:
         with safe_open(path, framework="np") as file:
             names = list(file.keys())

@@ -7,6 +7,7 @@ from typing import Any
 
 from decoder.checkpoint import read_json
 from decoder.errors import DecoderError
+from decoder.stand_ins import refuse_stand_in
 from decoder.tokenizer import Tokenizer, build_tokenizer
 from decoder.tokenizer_added import merged_settings, token_text, with_named_tokens
 
@@ -94,6 +95,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The chat template: a file of its own, one text, or the list entry named "default"."""
     path = folder / "chat_template.jinja"
     if path.is_file():
+        refuse_stand_in(path)
         try:
             return path.read_bytes().decode()
         except UnicodeDecodeError as error:

@@ -181,15 +181,16 @@ class CompareOptions:
     temperatures: tuple[float, ...] = (1.0, 2.0, 4.0)
     """Where the mass of the exact entries is measured; a cache has its own."""
     name: str | None = None
-    """Configuration of a hub dataset. Unset: its default one."""
+    """Configuration of a hub dataset, or of a folder whose README.md names it. Unset: its
+    default one."""
     split: str = "train"
-    """Split of the dataset."""
+    """Split of the dataset; of a folder, as `datasets` tells it by the names of files."""
     revision: str | None = None
     """Revision of a hub dataset. Unset: its newest."""
     column: str = "text"
     """Column that holds the text."""
-    text_unit: Literal["file", "line"] = "file"
-    """What is one document in a .txt file."""
+    text_unit: Literal["file", "line"] | None = None
+    """What is one document in a .txt file. Unset: file."""
     teacher_revision: str | None = None
     """Revision of a hub teacher. Unset: its newest."""
     tokenizer: str | None = None

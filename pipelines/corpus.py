@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 
 from pipelines.corpus_datasets import Loaded, is_saved, load_hub, load_saved, quiet
-from pipelines.corpus_files import converted, find_sources
+from pipelines.corpus_files import converted
+from pipelines.corpus_find import find_sources
 from pipelines.corpus_formats import ACCEPTED, TextUnit, format_of, wrong_column
 from pipelines.encode import utf8
 from pipelines.errors import CorpusError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _TEXT_TYPES = ("string", "large_string", "string_view")
+_TEXT_UNIT: TextUnit = "file"  # files of prose or code are documents more often than lines
 _DIGEST_SIZE = 32  # bytes of a sha256
 
 
@@ -39,12 +41,12 @@ class CorpusSettings:
     Attributes:
       dataset: hub name; folder saved with `save_to_disk`; or file, folder of files
         or pattern, local or as a URL that fsspec reads.
-      name: configuration of a hub dataset.
-      split: split of a hub dataset or a saved one; files have only `train`.
+      name: configuration of a hub dataset, or of a folder whose README.md names it.
+      split: split of a hub dataset, a saved one or a folder; single files have only `train`.
       revision: branch, tag or commit of a hub dataset.
       column: the column that holds the texts.
       limit: take the first documents only; all if None.
-      text_unit: what is a document in text files: a whole file, or a line.
+      text_unit: what is a document in text files: a whole file (if None), or a line.
     """
 
     dataset: str
@@ -53,14 +55,14 @@ class CorpusSettings:
     revision: str | None = None
     column: str = "text"
     limit: int | None = None  # documents
-    text_unit: TextUnit = "file"  # files of prose or code are documents more often than lines
+    text_unit: TextUnit | None = None
 
     def __post_init__(self) -> None:
         if not self.dataset:
             raise CorpusError(f"No dataset is named. {_accepted_forms()}")
         if self.limit is not None and self.limit < 1:
             raise CorpusError(f"The limit must be at least 1 document, but it is {self.limit}.")
-        if self.text_unit not in ("file", "line"):
+        if self.text_unit not in (None, "file", "line"):
             raise CorpusError(f"text_unit must be 'file' or 'line', but it is {self.text_unit!r}.")
 
 
@@ -108,6 +110,7 @@ def open_corpus(settings: CorpusSettings) -> Corpus:
     filesystem, path = _locate(settings.dataset)
     try:
         if filesystem.isdir(path) and is_saved(filesystem, path):
+            _refuse_unused(settings, "was saved with save_to_disk", "name", "revision", "text_unit")
             loaded = load_saved(filesystem, path, settings.split, settings.dataset)
         else:
             loaded = _load_files(settings, filesystem, path)
@@ -116,6 +119,7 @@ def open_corpus(settings: CorpusSettings) -> Corpus:
     if loaded is None:
         if format_of(settings.dataset) or not _HUB_NAME.fullmatch(settings.dataset):
             raise CorpusError(f"There is no {settings.dataset!r}. {_accepted_forms()}")
+        _refuse_unused(settings, "is none: it would come from the hub", "text_unit")
         loaded = load_hub(settings.dataset, settings.name, settings.split, settings.revision)
     return _checked(settings, loaded)
 
@@ -173,29 +177,46 @@ def _locate(dataset: str) -> tuple[fsspec.AbstractFileSystem, str]:
         raise CorpusError(f"Cannot read {dataset!r}: {error}. {_accepted_forms()}") from error
 
 
+_USES = {
+    "name": "is for datasets of the hub and folders whose README.md names it",
+    "revision": "is for datasets of the hub",
+    "text_unit": "is for text files (.txt)",
+}
+
+
+def _refuse_unused(settings: CorpusSettings, what: str, *names: str) -> None:
+    """Raises for options that nothing uses for a dataset; `what` says what that is instead."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None:
+            option = name.replace("_", "-")
+            raise CorpusError(
+                f"--{option} {value} {_USES[name]}, but {settings.dataset!r} {what}. Leave it out."
+            )
+
+
 def _load_files(
     settings: CorpusSettings, filesystem: fsspec.AbstractFileSystem, path: str
 ) -> Loaded | None:
-    sources = find_sources(filesystem, path, settings.dataset)
+    sources = find_sources(filesystem, path, settings.dataset, settings.split, settings.name)
     if sources is None:
         return None
-    if settings.split != "train":
-        raise CorpusError(
-            f"Files have the one split 'train', but the split is {settings.split!r}. "
-            "Name the files of that split instead."
-        )
+    _refuse_unused(settings, "is not on it", "revision")
+    unit = settings.text_unit or _TEXT_UNIT
+    if sources.format != "text":
+        _refuse_unused(settings, f"holds {sources.format}", "text_unit")
     from datasets import Dataset, config
 
     folder = Path(config.HF_DATASETS_CACHE) / "stillroom"
-    arrow = converted(sources, settings.column, settings.text_unit, settings.limit, folder)
+    arrow = converted(sources, settings.column, unit, settings.limit, folder)
     with quiet():
         dataset = Dataset.from_file(str(arrow))
     files = [file.identity for file in sources.files]
     identity = {"source": "files", "format": sources.format, "files": files}
     if sources.format == "text":
-        identity["text_unit"] = settings.text_unit
+        identity["text_unit"] = unit
     count = f"{len(files)} {sources.format} file{'s' if len(files) > 1 else ''}"
-    return Loaded(dataset, identity, f"{settings.dataset} ({count})")
+    return Loaded(dataset, identity, f"{settings.dataset} ({count}{sources.note})")
 
 
 def _checked(settings: CorpusSettings, loaded: Loaded) -> Corpus:

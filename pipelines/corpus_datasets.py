@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import fsspec
 import pyarrow as pa
 
-from pipelines.corpus_files import describe_files, relative_name
+from decoder.stand_ins import HEAD
+from pipelines.corpus_files import describe_files
+from pipelines.corpus_formats import refuse_stand_in
+from pipelines.corpus_links import leads_nowhere, list_files
 from pipelines.errors import CorpusError
 
 if TYPE_CHECKING:
@@ -38,7 +41,11 @@ class Loaded:
 
 def is_saved(filesystem: fsspec.AbstractFileSystem, path: str) -> bool:
     """Whether `save_to_disk` wrote this folder."""
-    return filesystem.isfile(f"{path}/dataset_dict.json") or filesystem.isfile(f"{path}/state.json")
+
+    def holds(name: str) -> bool:
+        return filesystem.isfile(f"{path}/{name}")
+
+    return holds("dataset_dict.json") or (holds("state.json") and holds("dataset_info.json"))
 
 
 def load_saved(
@@ -54,26 +61,35 @@ def load_saved(
     inside = filesystem.isfile(f"{path}/dataset_dict.json")
     try:
         if inside:
-            splits = json.loads(filesystem.cat_file(f"{path}/dataset_dict.json"))["splits"]
+            splits = _read_json(filesystem, f"{path}/dataset_dict.json")["splits"]
             if split not in splits:
                 raise CorpusError(_wrong_split(dataset, split, splits))
             path = f"{path}/{split}"
-        if not json.loads(filesystem.cat_file(f"{path}/state.json"))["_data_files"]:
+        _read_json(filesystem, f"{path}/dataset_info.json")
+        arrows = _read_json(filesystem, f"{path}/state.json")["_data_files"]
+        if not arrows:
             raise CorpusError(f"{dataset!r} is empty: it holds no document at all.")
+        for arrow in arrows:
+            file = f"{path}/{arrow['filename']}"
+            with filesystem.open(file, "rb") as stream:
+                refuse_stand_in(cast(bytes, stream.read(HEAD)), file)
         with quiet():
             loaded = datasets.load_from_disk(filesystem.unstrip_protocol(path))
     except (OSError, KeyError, json.JSONDecodeError, pa.ArrowException) as error:
         raise CorpusError(
-            f"The saved dataset {dataset!r} is damaged: {_reason(error)}. Save it again."
+            f"The saved dataset {dataset!r} is damaged: {reason(error)}. Save it again."
         ) from error
     loaded = cast("Dataset", loaded)
     saved = str(loaded.split) if loaded.split is not None else "train"
     # A cut of a split ("train[:1%]") is taken under any name.
     if not inside and split != saved and re.fullmatch(r"\w+", saved):
         raise CorpusError(_wrong_split(dataset, split, [saved]))
-    names = {relative_name(file, path): file for file in filesystem.find(path)}
     # `datasets` puts results of `map` next to the data.
-    names = {name: file for name, file in names.items() if not name.startswith(("cache-", "tmp"))}
+    names = {
+        name: file
+        for name, file in list_files(filesystem, path, dataset).items()
+        if not name.startswith(("cache-", "tmp")) and not leads_nowhere(filesystem, file)
+    }
     files = [file.identity for file in describe_files(filesystem, names)]
     return Loaded(loaded, {"source": "saved", "files": files}, f"{dataset} (saved, {split})")
 
@@ -99,7 +115,7 @@ def load_hub(dataset: str, name: str | None, split: str, revision: str | None) -
         except (DatasetsError, OSError, RuntimeError, ValueError, httpx.HTTPError) as error:
             raise CorpusError(
                 f"There is no file or folder {dataset!r}, and the hub's dataset of that name "
-                f"cannot be loaded: {_reason(error)}. Check the name and the network."
+                f"cannot be loaded: {reason(error)}. Check the name and the network."
             ) from error
         try:
             loaded = cast("Dataset", builder.as_dataset(split=split))
@@ -175,7 +191,7 @@ def _resolve_commit(dataset: str, revision: str | None) -> str | None:
             return None
         raise CorpusError(
             f"The hub cannot be reached to look up revision {revision!r} of {dataset!r} "
-            f"({_reason(error)}). Name the commit to work offline."
+            f"({reason(error)}). Name the commit to work offline."
         ) from error
 
 
@@ -191,11 +207,17 @@ def _checked_commit(builder: "DatasetBuilder", dataset: str, commit: str | None)
     return found
 
 
+def _read_json(filesystem: fsspec.AbstractFileSystem, file: str) -> Any:
+    data = cast(bytes, filesystem.cat_file(file))
+    refuse_stand_in(data[:HEAD], file)
+    return json.loads(data)
+
+
 def _wrong_split(dataset: str, split: str, splits: list[str]) -> str:
     return f"{dataset!r} has no split {split!r}. Its splits are: {', '.join(splits) or 'none'}."
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """What went wrong, in one line, and what that came from."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{lines[0]} ({error.__cause__})" if error.__cause__ else lines[0]

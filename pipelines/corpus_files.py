@@ -1,4 +1,4 @@
-"""A corpus in files: finding them, telling their versions, converting them once.
+"""A corpus in files: telling their versions, converting them once.
 
 The documents go into one Arrow file, which `datasets` then maps into memory.
 Its name is a digest of the sources' paths, sizes, times and inodes, so that a
@@ -13,18 +13,19 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, cast
 
 import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from pipelines.corpus_formats import ACCEPTED, Format, TextUnit, format_of, read_documents
+from pipelines.corpus_formats import Format, TextUnit, read_documents
 from pipelines.errors import CorpusError
 
 _BATCH_DOCUMENTS = 1000  # documents per Arrow record batch, at most
 _BATCH_CHARACTERS = 1 << 22  # characters per Arrow record batch, about
+_READING = 2  # raised when the same bytes begin to be read as other documents
 _CLOCK_TICK = 0.05  # seconds; file times advance in steps, of less than this
 
 # What remote file systems call the version of a file; each has some of these.
@@ -53,59 +54,25 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Sources:
-    """The files of a corpus, all of one format, in order of their names."""
+    """The files of a corpus in its order, all of one format.
+
+    Attributes:
+      note: what the description should say of them besides; begins with a comma.
+    """
 
     filesystem: fsspec.AbstractFileSystem
     files: tuple[SourceFile, ...]
     format: Format
-
-
-def find_sources(filesystem: fsspec.AbstractFileSystem, path: str, dataset: str) -> Sources | None:
-    """The files of a file, a folder or a pattern; None if there is nothing of that name.
-
-    Hidden files, and files of other formats in a folder, are left out. To read a
-    hidden file, name it.
-
-    Args:
-      dataset: what the user wrote, for messages.
-    """
-    if filesystem.isdir(path):
-        root = path
-        names = {relative_name(file, root): file for file in filesystem.find(path)}
-        names = {
-            name: file for name, file in names.items() if format_of(name) and not _is_hidden(name)
-        }
-        if not names:
-            raise CorpusError(
-                f"The folder {dataset!r} holds no file that can be read ({ACCEPTED}), "
-                "and was not saved with save_to_disk."
-            )
-    elif filesystem.isfile(path):
-        names = {PurePosixPath(path).name: path}
-    elif any(character in path for character in "*?["):
-        root = path[: min(path.index(c) for c in "*?[" if c in path)].rpartition("/")[0]
-        matches = [str(match) for match in filesystem.glob(path)]
-        names = {relative_name(file, root): file for file in matches if filesystem.isfile(file)}
-        names = {name: file for name, file in names.items() if not _is_hidden(name)}
-        if not names:
-            raise CorpusError(f"No file matches {dataset!r}. Check the folder and the pattern.")
-    else:
-        return None
-    format = _common_format(sorted(names), dataset)
-    return Sources(filesystem, describe_files(filesystem, names), format)
+    note: str = ""
 
 
 def describe_files(
     filesystem: fsspec.AbstractFileSystem, names: dict[str, str]
 ) -> tuple[SourceFile, ...]:
-    """Looks up the versions of files given as {name: path}, in order of their names."""
+    """Looks up the versions of files given as {name: path}, in this order."""
     local = isinstance(filesystem, LocalFileSystem)
     describe = _describe_local if local else _describe_remote
-    return tuple(describe(filesystem, name, names[name]) for name in sorted(names))
-
-
-def relative_name(path: str, root: str) -> str:
-    return path.removeprefix(root).lstrip("/")
+    return tuple(describe(filesystem, name, path) for name, path in names.items())
 
 
 def converted(
@@ -118,7 +85,7 @@ def converted(
     """
     key = json.dumps([
         [[*file.place, file.identity] for file in sources.files],
-        [sources.format, column, text_unit, limit],
+        [_READING, sources.format, column, text_unit, limit],
     ])  # fmt: skip
     target = folder / f"{sha256(key.encode()).hexdigest()}.arrow"
     if target.exists():
@@ -203,26 +170,3 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in PurePosixPath(name).parts)
-
-
-def _common_format(names: list[str], dataset: str) -> Format:
-    formats: dict[Format, str] = {}
-    for name in names:
-        format = format_of(name)
-        if format is None:
-            raise CorpusError(
-                f"Cannot read {name!r} of {dataset!r}: the name of a file must end with one of "
-                f"{ACCEPTED}."
-            )
-        formats.setdefault(format, name)
-    if len(formats) > 1:
-        examples = " and ".join(repr(name) for name in formats.values())
-        raise CorpusError(
-            f"{dataset!r} holds files of several kinds, such as {examples}. "
-            "Name those you mean with a pattern, for example 'folder/*.jsonl'."
-        )
-    return next(iter(formats))

@@ -8,6 +8,7 @@ strings all look like dates into timestamps.
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import zlib
@@ -19,6 +20,7 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from decoder.stand_ins import HEAD, stand_in
 from pipelines.encode import utf8
 from pipelines.errors import CorpusError
 
@@ -27,19 +29,30 @@ TextUnit = Literal["file", "line"]
 
 SUFFIXES: dict[str, Format] = {
     ".jsonl": "json",
+    ".ndjson": "json",
     ".json": "json",
     ".parquet": "parquet",
     ".txt": "text",
     ".text": "text",
 }
+
+
+def _open_zstd(file: Any) -> Any:
+    # Reads all frames of a file, and raises where one is cut off.
+    return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
+
+
 COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
+    ".zst": _open_zstd,
 }
 ACCEPTED = f"{', '.join(SUFFIXES)}; all but Parquet also with {', '.join(COMPRESSIONS)}"
 
 _PARQUET_BATCH = 1000  # rows read at once
+_BOM = b"\xef\xbb\xbf"  # of UTF-8
+_NUL_TEST = 64  # bytes at a file's start in which UTF-16 of plain text shows
 
 
 @runtime_checkable
@@ -79,9 +92,16 @@ def read_documents(
     """
     try:
         with ExitStack() as stack:
+            format = format_of(path)
             decompress = COMPRESSIONS.get(PurePosixPath(path.lower()).suffix)
-            stream = stack.enter_context(decompress(file)) if decompress else file
-            values = _values(stream, format_of(path), column, text_unit)
+            raw = stream = io.BufferedReader(cast(Any, file))
+            # The caller closes the file; pyarrow may have closed it already.
+            stack.callback(lambda: raw.closed or raw.detach())
+            if decompress:
+                _refuse_stand_in_of(raw, path)
+                stream = io.BufferedReader(stack.enter_context(decompress(raw)))
+            _refuse_stand_in_of(stream, path, format)
+            values = _values(stream, format, column, text_unit)
             for document, (where, value) in enumerate(values, first_document):
                 try:
                     utf8(value, document, column)
@@ -92,6 +112,36 @@ def read_documents(
         raise CorpusError(f"{path}{error}") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
         raise CorpusError(f"Cannot read {path}: {error}") from error
+
+
+def refuse_stand_in(head: bytes, path: str, format: Format | None = None) -> None:
+    """Raises CorpusError for a file that is not what its name says.
+
+    Args:
+      head: the first `HEAD` bytes, or all if there are fewer.
+    """
+    found = stand_in(head)
+    if found:
+        way_out = ""
+        if format == "text":
+            way_out = '. If it is meant as a document, put it into a .jsonl file: {"text": "…"}'
+        raise CorpusError(f"{path} {found}{way_out}.")
+    if format in ("json", "text") and _is_wide(head):
+        raise CorpusError(f"{path} is UTF-16 or UTF-32 text, but must be UTF-8. Convert it.")
+
+
+def _refuse_stand_in_of(stream: io.BufferedReader, path: str, format: Format | None = None) -> None:
+    refuse_stand_in(stream.peek(HEAD)[:HEAD], path, format)
+
+
+def _is_wide(head: bytes) -> bool:
+    if head.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")):
+        return True
+    start = head[:_NUL_TEST]
+    halves = (start[::2], start[1::2])
+    return len(start) >= 8 and any(
+        not any(zeros) and all(others) for zeros, others in (halves, halves[::-1])
+    )
 
 
 def wrong_column(column: str, held: Mapping[str, Any]) -> str:
@@ -118,13 +168,17 @@ def _values(
 
 
 def _read_whole(stream: BinaryFile) -> Iterator[tuple[str, Any]]:
-    yield "", _decoded(stream.read(), "")
+    yield "", _decoded(stream.read().removeprefix(_BOM), "")
 
 
 def _read_lines(stream: BinaryFile) -> Iterator[tuple[str, Any]]:
     """Lines end with LF or CRLF, which is not part of the document; nothing else ends one."""
     for number, line in enumerate(stream, 1):
         where = f", line {number}"
+        if number == 1:
+            line = line.removeprefix(_BOM)
+            if not line:
+                return
         if line.endswith(b"\n"):
             line = line[:-1].removesuffix(b"\r")
         yield where, _decoded(line, where)
@@ -143,8 +197,8 @@ def _read_json(stream: BinaryFile, column: str) -> Iterator[tuple[str, Any]]:
 def _json_records(stream: BinaryFile) -> Iterator[tuple[str, Any]]:
     """The records of a file of JSON lines (LF ends a line), or of one array."""
     for number, line in enumerate(stream, 1):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+        while line.startswith(_BOM):  # of the file, or of one that was joined to others
+            line = line.removeprefix(_BOM)
         if not line.strip():
             continue
         if line.lstrip().startswith(b"["):

@@ -45,15 +45,16 @@ class PrecomputeOptions:
 
     # The corpus.
     name: str | None = None
-    """Configuration of a hub dataset. Unset: its default one."""
+    """Configuration of a hub dataset, or of a folder whose README.md names it. Unset: its
+    default one."""
     split: str = "train"
-    """Split of the dataset."""
+    """Split of the dataset; of a folder, as `datasets` tells it by the names of files."""
     revision: str | None = None
     """Revision of a hub dataset; resolved to a commit. Unset: its newest."""
     column: str = "text"
     """Column that holds the text."""
-    text_unit: Literal["file", "line"] = "file"
-    """What is one document in a .txt file."""
+    text_unit: Literal["file", "line"] | None = None
+    """What is one document in a .txt file. Unset: file."""
     limit: int | None = None
     """Take only the first so many documents. Unset: all."""
 
@@ -175,15 +176,16 @@ class AppendOptions:
 
     # The corpus.
     name: str | None = None
-    """Configuration of a hub dataset. Unset: its default one."""
+    """Configuration of a hub dataset, or of a folder whose README.md names it. Unset: its
+    default one."""
     split: str = "train"
-    """Split of the dataset."""
+    """Split of the dataset; of a folder, as `datasets` tells it by the names of files."""
     revision: str | None = None
     """Revision of a hub dataset; resolved to a commit. Unset: its newest."""
     column: str = "text"
     """Column that holds the text."""
-    text_unit: Literal["file", "line"] = "file"
-    """What is one document in a .txt file."""
+    text_unit: Literal["file", "line"] | None = None
+    """What is one document in a .txt file. Unset: file."""
     limit: int | None = None
     """Take only the first so many documents. Unset: all."""
 

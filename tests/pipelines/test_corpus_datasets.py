@@ -95,6 +95,57 @@ def test_the_split_of_a_saved_dataset(tmp_path):
         opened(saved(tmp_path / "none", split=None), split="dev")
 
 
+@pytest.mark.parametrize(
+    ("option", "use"),
+    [
+        ({"name": "en"}, "--name en is for datasets of the hub and folders"),
+        ({"revision": "main"}, "--revision main is for datasets of the hub"),
+        ({"text_unit": "line"}, "--text-unit line is for text files"),
+    ],
+)
+def test_options_that_nothing_uses_are_refused(option, use, tmp_path):
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(
+        str(tmp_path / "dictionary")
+    )
+    for path in (saved(tmp_path / "d"), str(tmp_path / "dictionary")):
+        with pytest.raises(CorpusError, match=rf"{use}.* was saved with save_to_disk\. Leave it"):
+            opened(path, **option)
+    with pytest.raises(CorpusError, match="--text-unit file is for text files"):
+        opened("org/data", text_unit="file")
+
+
+@pytest.mark.parametrize(
+    ("content", "next_step"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
+        (b"<!DOCTYPE html><html></html>", "Download the file again"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dataset_dict.json",
+        "train/state.json",
+        "train/dataset_info.json",
+        "train/data-00000-of-00001.arrow",
+    ],
+)
+def test_what_stands_in_place_of_a_saved_file_is_refused(name, content, next_step, tmp_path):
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(
+        str(tmp_path / "d")
+    )
+    (tmp_path / "d" / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=rf"d/{name} is .*{next_step}"):
+        opened(str(tmp_path / "d"))
+
+
+def test_a_dead_link_beside_a_saved_dataset(tmp_path):
+    path = saved(tmp_path / "d")
+    before = opened(path).identity
+    (tmp_path / "d" / "notes.md").symlink_to(tmp_path / "nothing")
+    assert opened(path).identity == before
+
+
 def test_bad_saved_datasets(tmp_path):
     path = saved(tmp_path / "d")
     with pytest.raises(CorpusError, match=r"no column 'body'.*'n' \(int64\), 'text' \(string\)"):

@@ -1,4 +1,4 @@
-"""The right files in the right order, and never a stale conversion of one."""
+"""A conversion is of the files as they are, never a stale one."""
 
 import os
 from pathlib import Path
@@ -7,64 +7,17 @@ import fsspec
 import pytest
 
 from pipelines import corpus_files
-from pipelines.corpus_files import converted, find_sources
+from pipelines.corpus_files import converted
+from pipelines.corpus_find import find_sources
 from pipelines.errors import CorpusError
 
 LOCAL = fsspec.filesystem("file")
-
-
-def names(path: Path | str, filesystem=LOCAL) -> list[str]:
-    sources = find_sources(filesystem, str(path), str(path))
-    assert sources is not None
-    return [file.identity["name"] for file in sources.files]
 
 
 def write(path: Path, data: bytes = b'{"text": "a"}\n') -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
-
-
-def test_files_of_a_folder_in_order_of_their_names(tmp_path):
-    for name in ("b.jsonl", "a/z.jsonl.gz", "a/b.json", "c.jsonl"):
-        write(tmp_path / "d" / name)
-    for name in (".hidden.jsonl", ".git/x.jsonl", "readme.md", "run.py", "x.parquet.gz"):
-        write(tmp_path / "d" / name)
-    assert names(tmp_path / "d") == ["a/b.json", "a/z.jsonl.gz", "b.jsonl", "c.jsonl"]
-    assert names(f"{tmp_path}/d/*.jsonl") == ["b.jsonl", "c.jsonl"]
-    assert names(f"{tmp_path}/d/**/*.json*") == ["a/b.json", "a/z.jsonl.gz", "b.jsonl", "c.jsonl"]
-    assert names(f"{tmp_path}/[d]/?.jsonl") == ["d/b.jsonl", "d/c.jsonl"]
-    assert names(tmp_path / "d" / "b.jsonl") == ["b.jsonl"]
-    assert find_sources(LOCAL, str(tmp_path / "nothing"), "nothing") is None
-
-
-def test_a_name_with_the_signs_of_a_pattern(tmp_path):
-    write(tmp_path / "a[1].jsonl")
-    assert names(tmp_path / "a[1].jsonl") == ["a[1].jsonl"]
-
-
-def test_identity_names_no_absolute_path(tmp_path):
-    write(tmp_path / "d" / "x.jsonl")
-    sources = find_sources(LOCAL, str(tmp_path / "d"), "d")
-    assert sources is not None
-    status = os.stat(tmp_path / "d" / "x.jsonl")
-    assert [file.identity for file in sources.files] == [
-        {"name": "x.jsonl", "size": 14, "mtime_ns": status.st_mtime_ns}
-    ]
-
-
-def test_what_cannot_be_a_corpus(tmp_path):
-    write(tmp_path / "d" / "x.md")
-    with pytest.raises(CorpusError, match=r"folder 'D' holds no file that can be read \(\.jsonl"):
-        find_sources(LOCAL, str(tmp_path / "d"), "D")
-    with pytest.raises(CorpusError, match=r"Cannot read 'x\.md' of 'X': .*must end with one of"):
-        find_sources(LOCAL, str(tmp_path / "d" / "x.md"), "X")
-    with pytest.raises(CorpusError, match=r"No file matches 'P'"):
-        find_sources(LOCAL, f"{tmp_path}/d/*.jsonl", "P")
-    write(tmp_path / "d" / "a.txt")
-    write(tmp_path / "d" / "b.jsonl")
-    with pytest.raises(CorpusError, match=r"several kinds, such as 'a\.txt' and 'b\.jsonl'"):
-        find_sources(LOCAL, str(tmp_path / "d"), "D")
 
 
 def convert(path: Path, folder: Path, limit=None) -> Path:
@@ -128,8 +81,6 @@ def test_remote_files(tmp_path):
     memory.pipe("/corpus/b.jsonl", b'{"text": "one"}\n')
     memory.pipe("/corpus/a.jsonl", b'{"text": "two"}\n')
     try:
-        assert names("/corpus", memory) == ["a.jsonl", "b.jsonl"]
-        assert names("/corpus/*.jsonl", memory) == ["a.jsonl", "b.jsonl"]
         sources = find_sources(memory, "/corpus", "memory://corpus")
         assert sources is not None
         first = converted(sources, "text", "file", None, tmp_path)

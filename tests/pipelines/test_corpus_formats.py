@@ -12,11 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.corpus_formats import format_of, read_documents
+from pipelines.corpus_formats import TextUnit, format_of, read_documents
 from pipelines.errors import CorpusError
 
 
-def read(data: bytes, path: str = "d/x.jsonl", column: str = "text", unit="file", first=0) -> list:
+def read(
+    data: bytes,
+    path: str = "d/x.jsonl",
+    column: str = "text",
+    unit: TextUnit = "file",
+    first: int = 0,
+) -> list[str]:
     return list(read_documents(io.BytesIO(data), path, column, unit, first))
 
 
@@ -26,7 +32,7 @@ def parquet(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-TRICKY = "\ufeffone\r\ntwo\n\n\nthree\rfour\x85five\u2028six\x0b\x0c\x00 \t\n"
+TRICKY = "one\ufeff\r\ntwo\n\n\nthree\rfour\x85five\u2028six\x0b\x0c\x00 \t\n"
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
@@ -37,12 +43,73 @@ def test_a_text_file_is_one_document_byte_for_byte():
 
 @given(texts)
 def test_any_text_file_comes_back_byte_for_byte(text):
-    assert read(text.encode(), "a.txt") == [text]
+    assert read(b"x" + text.encode(), "a.txt") == ["x" + text]
+
+
+BOM = "\ufeff".encode()
+UNITS: tuple[TextUnit, ...] = ("file", "line")
+
+
+def test_a_byte_order_mark_at_the_start_of_a_file_is_dropped():
+    text = "one \ufeff\n\ufefftwo"
+    assert read(BOM + text.encode(), "a.txt") == [text]
+    assert read(BOM + text.encode(), "a.txt", unit="line") == ["one \ufeff", "\ufefftwo"]
+    assert read(gzip.compress(BOM + b"one"), "a.txt.gz") == ["one"]
+    assert read(BOM + BOM + b"one", "a.txt") == ["\ufeffone"]
+    assert read(BOM, "a.txt") == [""]
+    assert read(BOM, "a.txt", unit="line") == []
+    assert read(BOM + b'[{"text": "one"}]', "a.json") == ["one"]
+
+
+def test_byte_order_marks_between_json_files_that_were_joined_are_dropped():
+    files = [b'{"text": "\xef\xbb\xbfone"}\n', b"", b'{"text": "two"}\r\n', b'{"text": "three"}']
+    joined = b"".join(BOM + file for file in files)
+    assert read(joined) == read(joined, "x.ndjson") == ["\ufeffone", "two", "three"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.ndjson"])
+def test_wide_text_is_refused(encoding, name):
+    data = '{"text": "a text"}\n'.encode(encoding)
+    for unit in UNITS:
+        with pytest.raises(CorpusError, match=rf"d/{name} is UTF-16 or UTF-32 text.*Convert it"):
+            read(data, f"d/{name}", unit=unit)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+PAGE = b"\n<!DOCTYPE html>\n<html><title>404</title></html>\n"
+NAMES = ["a.jsonl", "a.ndjson", "a.json", "a.txt", "a.parquet", "a.jsonl.gz", "a.txt.zst", "a.text"]
+
+
+@pytest.mark.parametrize(("content", "next_step"), [(POINTER, "git lfs pull"), (PAGE, "again")])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_stands_in_place_of_a_file_is_refused(content, next_step, name):
+    for unit in UNITS:
+        with pytest.raises(CorpusError, match=rf"d/{name} is .*{next_step}"):
+            read(content, f"d/{name}", unit=unit)
+
+
+def test_what_stands_in_place_of_a_file_is_refused_inside_compressed_files():
+    with pytest.raises(CorpusError, match=r"d/a\.txt\.gz is .*git lfs pull"):
+        read(gzip.compress(POINTER), "d/a.txt.gz")
+    with pytest.raises(CorpusError, match=r"d/a\.txt\.xz is an HTML page.*put it into a \.jsonl"):
+        read(lzma.compress(PAGE), "d/a.txt.xz")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("content", [POINTER, PAGE])
+def test_a_text_that_begins_like_a_pointer_or_a_page_is_a_text(content, kind):
+    text = content.decode()
+    data = json.dumps({"text": text}).encode()
+    if kind == "parquet":
+        data = parquet(pa.table({"text": [text]}))
+    assert read(data, f"a.{kind}") == [text]
+    assert read(b"A page: " + content, "a.txt") == ["A page: " + text]
 
 
 def test_lines_of_a_text_file():
     assert read(TRICKY.encode(), "a.txt", unit="line") == [
-        "\ufeffone",
+        "one\ufeff",
         "two",
         "",
         "",
@@ -137,7 +204,13 @@ def test_bad_parquet():
 
 
 @pytest.mark.parametrize(
-    ("suffix", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)]
+    ("suffix", "compress"),
+    [
+        ("gz", gzip.compress),
+        ("bz2", bz2.compress),
+        ("xz", lzma.compress),
+        ("zst", lambda data: pa.compress(data, "zstd", asbytes=True)),
+    ],
 )
 def test_compressed(suffix, compress):
     data = compress(b'{"text": "a"}\n{"text": "b"}\n' * 1000)
@@ -147,11 +220,16 @@ def test_compressed(suffix, compress):
         read(data[:-9], f"x.jsonl.{suffix}")
     with pytest.raises(CorpusError, match=rf"Cannot read x\.jsonl\.{suffix}"):
         read(b'{"text": "a"}', f"x.jsonl.{suffix}")
+    # Of several frames or members, as tools that compress in parallel write them.
+    two = compress(b'{"text": "a"}\n{"te') + compress(b'xt": "b"}\n')
+    assert read(two, f"x.ndjson.{suffix}") == ["a", "b"]
+    with pytest.raises(CorpusError, match=rf"Cannot read x\.jsonl\.{suffix}"):
+        read(two[:-3], f"x.jsonl.{suffix}")
 
 
 def test_formats_by_name():
-    names = ["a.jsonl", "a.JSON", "b.jsonl.gz", "a.parquet", "a.txt", "a.text.xz"]
-    formats = ["json", "json", "json", "parquet", "text", "text"]
+    names = ["a.jsonl", "a.JSON", "b.jsonl.gz", "a.parquet", "a.txt", "a.text.xz", "a.NDJSON.zst"]
+    formats = ["json", "json", "json", "parquet", "text", "text", "json"]
     assert [format_of(name) for name in names] == formats
     assert [format_of(name) for name in ("a", "a.gz", "a.parquet.gz", "a.csv", "jsonl")] == [
         None
