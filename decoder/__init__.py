@@ -41,11 +41,13 @@ if TYPE_CHECKING:
         load_tokenizer,
         tokenizer_from_files,
     )
+    from decoder.tokenizer_ends import Doubt
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderError",
+    "Doubt",
     "EndOfTurn",
     "LoadedModel",
     "ModelDescription",
@@ -73,6 +75,7 @@ _HOMES = {
     "Decoder": "model",
     "DecoderConfig": "config",
     "DecoderError": "errors",
+    "Doubt": "tokenizer_ends",
     "EndOfTurn": "chat",
     "LoadedModel": "loading",
     "ModelDescription": "loading",

@@ -46,6 +46,7 @@ from decoder.chat_messages import special_text as special_text
 from decoder.chat_template import render
 from decoder.errors import DecoderError
 from decoder.tokenizer import Tokenizer
+from decoder.tokenizer_ends import Doubt
 
 _PROBE = "stillroom"  # what the assistant says where only the template's own text is wanted
 
@@ -191,9 +192,15 @@ def _with_bos(
             f"the conversation begins with two BOS tokens ({tokenizer.bos!r}): the chat template "
             "writes it twice, or writes it and the first message begins with its text"
         )
-    if tokenizer.adds_bos and ids[:1].tolist() != [bos]:
-        return np.concatenate([np.array([bos], np.uint32), ids])
-    return ids
+    if ids[:1].tolist() == [bos]:
+        return ids
+    if isinstance(tokenizer.adds_bos, Doubt):
+        raise DecoderError(
+            f"the chat template writes no BOS token ({tokenizer.bos!r}), and the tokenizer's files "
+            "do not settle whether a text begins with one. Decide it, for example with "
+            "dataclasses.replace(tokenizer, adds_bos=True), or False"
+        )
+    return np.concatenate([np.array([bos], np.uint32), ids]) if tokenizer.adds_bos else ids
 
 
 @lru_cache(maxsize=8)

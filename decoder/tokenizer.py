@@ -1,7 +1,7 @@
 """A teacher's tokenizer: text to ids and back, special ids, template and fingerprint.
 
 Nothing here adds special tokens: `encode` gives the ids of the text alone, and
-`adds_bos` / `adds_eos` say what the tokenizer's own settings would add. Special
+`adds_bos` / `adds_eos` say what the tokenizer's own settings would add, if they settle it. Special
 text inside a document ("<|im_end|>") becomes the special token, as the library
 does by default. JAX is not imported.
 """
@@ -22,20 +22,23 @@ from decoder import byte_level
 from decoder.checkpoint import canonical_digest, canonical_json
 from decoder.errors import DecoderError
 from decoder.source import TOKENIZER_FILES, resolve
+from decoder.tokenizer_ends import PLAIN_CLASS, Doubt, added, insertions
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """A tokenizer, complete: two with equal fields give equal ids for every text.
 
-    `definition` is the canonical tokenizer.json, without truncation and padding.
+    `definition` is the canonical tokenizer.json, without truncation and padding. `adds_bos` and
+    `adds_eos` are a `Doubt` where the files do not settle it; `dataclasses.replace` with True or
+    False does.
     """
 
     definition: bytes = field(repr=False)
     bos: str | None
     eos: str | None
-    adds_bos: bool
-    adds_eos: bool
+    adds_bos: bool | Doubt
+    adds_eos: bool | Doubt
     chat_template: str | None = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -46,7 +49,7 @@ class Tokenizer:
             ("BOS", self.adds_bos, self.bos),
             ("EOS", self.adds_eos, self.eos),
         ):
-            if adds and token is None:
+            if adds is True and token is None:
                 raise DecoderError(f"the tokenizer adds {name} but names no {name} token")
 
     @cached_property
@@ -168,7 +171,9 @@ class Tokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Files from which `load_tokenizer` gives this tokenizer again, always the same bytes."""
-        settings = {**self._settings(), "tokenizer_class": "PreTrainedTokenizerFast"}
+        settings = {"tokenizer_class": PLAIN_CLASS, **self._settings()}
+        if settings["tokenizer_class"] is None:
+            del settings["tokenizer_class"]
         files = {
             "tokenizer.json": self.definition,
             "tokenizer_config.json": canonical_json(settings),
@@ -178,12 +183,13 @@ class Tokenizer:
         return files
 
     def _settings(self) -> dict[str, Any]:
-        return {
-            "bos_token": self.bos,
-            "eos_token": self.eos,
-            "add_bos_token": self.adds_bos,
-            "add_eos_token": self.adds_eos,
-        }
+        """What counts of tokenizer_config.json; its class only where that is part of a doubt."""
+        settings: dict[str, Any] = {"bos_token": self.bos, "eos_token": self.eos}
+        for key, adds in (("add_bos_token", self.adds_bos), ("add_eos_token", self.adds_eos)):
+            settings[key] = adds.flag if isinstance(adds, Doubt) else adds
+            if isinstance(adds, Doubt):
+                settings["tokenizer_class"] = adds.tokenizer_class
+        return settings
 
 
 def load_tokenizer(source: str, revision: str | None = None) -> Tokenizer:
@@ -224,47 +230,24 @@ def build_tokenizer(
     adds_bos: bool | None,
     adds_eos: bool | None,
     chat_template: str | None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
     """A tokenizer from a parsed tokenizer.json and the settings beside it.
 
-    Where `adds_bos` or `adds_eos` is None, the definition's own post-processor decides.
-    Truncation and padding are switched off. Raises `DecoderError` for a definition that the
-    `tokenizers` library refuses, and for a post-processor that decides for another token than
-    the one named.
+    Where `adds_bos` or `adds_eos` is None, the definition's own post-processor decides, together
+    with `settings`, a parsed tokenizer_config.json. Truncation and padding are switched off.
+    Raises `DecoderError` for a definition that the `tokenizers` library refuses.
     """
     canonical = canonical_json({**definition, "truncation": None, "padding": None})
-    first, last = _insertions(canonical)
+    first, last = insertions(canonical)
     return Tokenizer(
         canonical,
         bos,
         eos,
-        adds_bos=_decided("BOS", bos, first) if adds_bos is None else adds_bos,
-        adds_eos=_decided("EOS", eos, last) if adds_eos is None else adds_eos,
+        adds_bos=added("bos", bos, settings or {}, first) if adds_bos is None else adds_bos,
+        adds_eos=added("eos", eos, settings or {}, last) if adds_eos is None else adds_eos,
         chat_template=chat_template,
     )
-
-
-def _decided(name: str, token: str | None, inserted: str | None) -> bool:
-    """Whether the token is inserted. Without one named, what is inserted does not count."""
-    if token is None or inserted is None or token == inserted:
-        return token is not None and token == inserted
-    raise DecoderError(
-        f"the {name} token is {token!r}, but the post-processor of tokenizer.json adds "
-        f"{inserted!r} in its place. Make tokenizer_config.json and tokenizer.json agree"
-    )
-
-
-def _insertions(definition: bytes) -> tuple[str | None, str | None]:
-    """The tokens that the post-processor puts before and after a text."""
-    try:
-        backend = tokenizers.Tokenizer.from_str(definition.decode())
-    except Exception as error:  # the library raises nothing narrower
-        raise DecoderError(f"tokenizer.json is not understood: {error}") from error
-    encoding = backend.encode("a", add_special_tokens=True)
-    tokens, inserted = encoding.tokens, encoding.special_tokens_mask
-    first = tokens[0] if tokens and inserted[0] else None
-    last = tokens[-1] if len(tokens) > 1 and inserted[-1] else None
-    return first, last
 
 
 def _not_unicode(texts: Sequence[str]) -> str:

@@ -5,26 +5,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decoder.checkpoint import read_json
+from decoder.checkpoint import canonical_json, read_json
 from decoder.errors import DecoderError
 from decoder.stand_ins import refuse_stand_in
 from decoder.tokenizer import Tokenizer, build_tokenizer
 from decoder.tokenizer_added import merged_settings, token_text, with_named_tokens
+from decoder.tokenizer_ends import PLAIN_CLASS
 
-# What `Tokenizer.files` writes. Its two settings count where the post-processor inserts nothing: it
-# keeps those of GGUF files, whose tokenizer has no post-processor.
+# What `Tokenizer.files` writes, in these very bytes. There the flags decide, unless they are null:
+# they keep what GGUF files say, whose tokenizer has no post-processor.
 _OWN_KEYS = {"bos_token", "eos_token", "add_bos_token", "add_eos_token", "tokenizer_class"}
-_OWN_CLASS = "PreTrainedTokenizerFast"
-# Classes for which transformers 4 and 5 both follow the post-processor, whatever the settings say.
-_FLAGS_NEVER_COUNT = ("GPT2Tokenizer", "Qwen2Tokenizer", "PreTrainedTokenizer")
 
 
 def from_folder(folder: Path) -> Tokenizer:
     """tokenizer.json with the special tokens and template that stand beside it.
 
-    What those files name and tokenizer.json lacks is added as `transformers` adds it. An
-    `add_bos_token` or `add_eos_token` that contradicts the post-processor of tokenizer.json is
-    refused where releases of `transformers` differ in what they do. Raises `DecoderError`.
+    What those files name and tokenizer.json lacks is added as `transformers` adds it. Where its
+    releases differ in whether BOS or EOS is added, the tokenizer has a `Doubt`. Raises
+    `DecoderError`.
     """
     if not (folder / "tokenizer.json").is_file():
         raise DecoderError(_missing(folder))
@@ -36,39 +34,27 @@ def from_folder(folder: Path) -> Tokenizer:
     try:
         settings = merged_settings(config or {}, older)
         definition = with_named_tokens(definition, settings, added)
-        return _build(definition, settings, _template(folder, settings))
-    except DecoderError as error:
-        raise DecoderError(f"{folder}: {error}") from error
-
-
-def _build(
-    definition: Mapping[str, Any], settings: Mapping[str, Any], template: str | None
-) -> Tokenizer:
-    def build(**adds: bool | None) -> Tokenizer:
+        own = older is None and _is_own(config or {}, folder / "tokenizer_config.json")
         return build_tokenizer(
             definition,
             bos=token_text(settings, "bos_token"),
             eos=token_text(settings, "eos_token"),
-            chat_template=template,
-            **adds,
+            adds_bos=settings["add_bos_token"] if own else None,
+            adds_eos=settings["add_eos_token"] if own else None,
+            chat_template=_template(folder, settings),
+            settings=settings,
         )
+    except DecoderError as error:
+        raise DecoderError(f"{folder}: {error}") from error
 
-    stated = {name: _flag(settings, f"add_{name}_token") for name in ("bos", "eos")}
-    tokenizer = build(adds_bos=None, adds_eos=None)
-    inserts = tokenizer.adds_bos or tokenizer.adds_eos
-    if set(settings) == _OWN_KEYS and settings["tokenizer_class"] == _OWN_CLASS and not inserts:
-        return build(adds_bos=stated["bos"], adds_eos=stated["eos"])
-    if str(settings.get("tokenizer_class")).removesuffix("Fast") in _FLAGS_NEVER_COUNT:
-        return tokenizer
-    for name, adds in (("bos", tokenizer.adds_bos), ("eos", tokenizer.adds_eos)):
-        if stated[name] is not None and stated[name] != adds:
-            raise DecoderError(
-                f"tokenizer_config.json says add_{name}_token {str(stated[name]).lower()}, but the "
-                f"post-processor of tokenizer.json adds {'one' if adds else 'none'}, which is what "
-                "transformers 5.24 follows. Make them agree: to follow tokenizer.json too, remove "
-                f"add_{name}_token"
-            )
-    return tokenizer
+
+def _is_own(config: Mapping[str, Any], path: Path) -> bool:
+    return (
+        set(config) == _OWN_KEYS
+        and config["tokenizer_class"] == PLAIN_CLASS
+        and {config["add_bos_token"], config["add_eos_token"]} <= {True, False, None}
+        and path.read_bytes() == canonical_json(config)
+    )
 
 
 def _missing(folder: Path) -> str:
@@ -82,13 +68,6 @@ def _missing(folder: Path) -> str:
         f"{folder} has no tokenizer.json. Name the folder, hub name or GGUF file that has the "
         "teacher's tokenizer (--tokenizer)"
     )
-
-
-def _flag(settings: Mapping[str, Any], key: str) -> bool | None:
-    value = settings.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise DecoderError(f"tokenizer_config.json: {key} is {value!r}; expected true or false")
-    return value
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:

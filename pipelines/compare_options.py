@@ -204,7 +204,8 @@ class CompareOptions:
     length: int = 512
     """Tokens in a row."""
     bos: Literal["auto", "on", "off"] = "auto"
-    """Begin-of-sequence token before each document; auto: as the tokenizer itself does."""
+    """Begin-of-sequence token before each document; auto: as the tokenizer's own files say, refused
+    where releases of transformers read them differently."""
 
     def __post_init__(self) -> None:
         def demand(holds: bool, name: str, expected: str) -> None:

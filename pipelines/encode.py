@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import UInt32
 
+from decoder.tokenizer_ends import Doubt
 from pipelines.errors import CorpusError, PipelineError, TeacherError
 
 
@@ -29,13 +30,13 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def adds_bos(self) -> bool:
-        """Whether texts start with `bos_id` by the tokenizer's own settings."""
+    def adds_bos(self) -> bool | Doubt:
+        """Whether texts start with `bos_id` by the tokenizer's own settings, if they settle it."""
         ...
 
     @property
-    def adds_eos(self) -> bool:
-        """Whether texts end with `eos_id` by the tokenizer's own settings."""
+    def adds_eos(self) -> bool | Doubt:
+        """Whether texts end with `eos_id` by the tokenizer's own settings, if they settle it."""
         ...
 
     @property
@@ -117,12 +118,18 @@ def encode_documents(
 
 
 def resolve_bos(choice: Literal["auto", "on", "off"], tokenizer: Tokenizer) -> bool:
-    """Whether documents start with the start token; `auto` is the tokenizer's own way."""
+    """Whether documents start with the start token; `auto` is the tokenizer's own way.
+
+    Raises `PipelineError` without such a token, and for `auto` where the way is in doubt.
+    """
     return _resolve(choice, tokenizer.adds_bos, tokenizer.bos_id, "start", "bos")
 
 
 def resolve_eos(choice: Literal["auto", "on", "off"], tokenizer: Tokenizer) -> bool:
-    """Whether documents end with the end token; `auto` is the tokenizer's own way."""
+    """Whether documents end with the end token; `auto` is the tokenizer's own way.
+
+    Raises `PipelineError` without such a token, and for `auto` where the way is in doubt.
+    """
     return _resolve(choice, tokenizer.adds_eos, tokenizer.eos_id, "end", "eos")
 
 
@@ -191,13 +198,43 @@ def _special_id(token: int | None, place: str, name: str) -> int:
     return token
 
 
-def _resolve(choice: str, own: bool, token: int | None, place: str, name: str) -> bool:
+def _resolve(choice: str, own: bool | Doubt, token: int | None, place: str, name: str) -> bool:
     if choice not in ("auto", "on", "off"):
         raise PipelineError(f"{name} must be 'auto', 'on' or 'off', but it is {choice!r}.")
-    wanted = own if choice == "auto" else choice == "on"
+    if choice == "auto" and isinstance(own, Doubt):
+        raise PipelineError(_in_doubt(own, place, name))
+    wanted = own is True if choice == "auto" else choice == "on"
     if wanted:
         _special_id(token, place, name)
     return wanted
+
+
+def _in_doubt(doubt: Doubt, place: str, name: str) -> str:
+    """What the releases of transformers do, and the options that decide."""
+    four, five = doubt.transformers_4, doubt.transformers_5
+    token = "a token of their own" if doubt.token is None else repr(doubt.token)
+    lines = [
+        f"The tokenizer's files do not settle whether documents {place} with {token}: transformers "
+        f"4 {_puts(four)} there, and transformers 5 {_puts(five)}. It changes every position, so "
+        "say which is meant:"
+    ]
+    readings = (("transformers 4 and the model's training", four), ("transformers 5", five))
+    named = () if doubt.token is None else ((doubt.token,),)
+    for option, tokens in (*(("on", one) for one in named), ("off", ())):
+        as_which = " and ".join(which for which, reading in readings if reading == tokens)
+        lines.append(f"  --{name} {option}: as {as_which or 'no release of transformers'}")
+    if len(five) == 1 and five != (doubt.token,):
+        lines.append(
+            f"To have {five[0]!r} there, give a copy of the tokenizer (--tokenizer) whose "
+            f"tokenizer_config.json names it as {name}_token."
+        )
+    return "\n".join(lines)
+
+
+def _puts(tokens: tuple[str, ...] | None) -> str:
+    if tokens is None:
+        return "refuses the settings instead of putting anything"
+    return f"puts {' '.join(map(repr, tokens)) or 'nothing'}"
 
 
 def _refuse_id(ids: UInt32[np.ndarray, "_"], vocabulary: int, document: int) -> None:

@@ -76,9 +76,10 @@ class PrecomputeOptions:
     overlap: int = 1
     """Tokens that a document longer than a row repeats in its next row; 1 loses no label."""
     bos: Literal["auto", "on", "off"] = "auto"
-    """Begin-of-sequence token before each document; auto: as the tokenizer itself does."""
+    """Begin-of-sequence token before each document; auto: as the tokenizer's own files say, refused
+    where releases of transformers read them differently."""
     eos: Literal["auto", "on", "off"] = "off"
-    """End-of-sequence token after each document."""
+    """End-of-sequence token after each document; auto: as for bos."""
 
     # Targets.
     k: int = 32

@@ -126,41 +126,6 @@ def added_tokens(tokenizer: Tokenizer) -> dict[int, Any]:
     return tokenizer.backend.get_added_tokens_decoder()
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "message"),
-    [
-        ("llama3", {"add_bos_token": False}, "add_bos_token false, but .* adds one.*remove add_b"),
-        ("smollm2", {"add_bos_token": True}, "add_bos_token true, but the post-.* adds none"),
-        ("llama3", {"add_eos_token": True}, "add_eos_token true, but the post-.* adds none"),
-        ("llama3", {"add_bos_token": True, "add_eos_token": False}, None),
-        ("smollm2", {"add_bos_token": False}, None),
-    ],
-)
-def test_explicit_flags(
-    tmp_path: Path, family: str, fields: dict[str, bool], message: str | None
-) -> None:
-    """They have to agree with the post-processor, which transformers 5 follows."""
-    folder = write_folder(tmp_path, family, config=fields, cls="LlamaTokenizerFast")
-    if message is not None:
-        with pytest.raises(DecoderError, match=message):
-            load_tokenizer(str(folder))
-        return
-    adds_bos, adds_eos = (fields.get(key, False) for key in ("add_bos_token", "add_eos_token"))
-    tokenizer = load_tokenizer(str(folder))
-    assert (tokenizer.adds_bos, tokenizer.adds_eos) == (adds_bos, adds_eos)
-
-
-@pytest.mark.parametrize("cls", ["PreTrainedTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast"])
-@pytest.mark.parametrize("stated", [True, False])
-def test_flags_that_no_release_of_transformers_follows(
-    tmp_path: Path, cls: str, stated: bool
-) -> None:
-    config = {"add_bos_token": stated, "add_eos_token": stated}
-    folder = write_folder(tmp_path, "llama3", config=config, cls=cls)
-    tokenizer = load_tokenizer(str(folder))
-    assert (tokenizer.adds_bos, tokenizer.adds_eos) == (True, False)
-
-
 @pytest.mark.parametrize("other", [{"pad_token": "R"}, {"additional_special_tokens": ["R"]}])
 def test_one_token_named_twice(tmp_path: Path, other: dict[str, Any]) -> None:
     """With equal flags it is one token; with others, which of them counts is not said."""
@@ -184,6 +149,9 @@ def test_flags_of_our_own_files(tmp_path: Path, family: str, adds: bool) -> None
     for name, data in tokenizer.files().items():
         (tmp_path / name).write_bytes(data)
     assert load_tokenizer(str(tmp_path)) == tokenizer == tokenizer_from_files(tokenizer.files())
+    # With the same settings in other bytes, as anybody else would write them, no flag counts.
+    fields = json.loads(tokenizer.files()["tokenizer_config.json"])
+    assert load_tokenizer(settings(tmp_path, **fields)).adds_bos is False
 
 
 @pytest.mark.parametrize(

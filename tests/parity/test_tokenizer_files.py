@@ -4,7 +4,6 @@ The tokens of tokenizer_config.json, special_tokens_map.json and added_tokens.js
 tokenizer.json lacks or describes otherwise.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,37 +83,3 @@ def test_refused(name: str, tmp_path: Path) -> None:
     case, message = REFUSED[name]
     with pytest.raises(DecoderError, match=message):
         load_tokenizer(str(write_folder(tmp_path, **case)))
-
-
-@pytest.mark.parametrize("stated", [True, False])
-@pytest.mark.parametrize(
-    ("family", "cls"),
-    [
-        ("llama2", "LlamaTokenizerFast"),
-        ("llama3", "PreTrainedTokenizerFast"),
-        ("smollm2", "PreTrainedTokenizerFast"),
-        ("gemma", "GemmaTokenizerFast"),
-        ("qwen2.5", "Qwen2TokenizerFast"),
-    ],
-)
-def test_whether_bos_is_added(family: str, cls: str, stated: bool, tmp_path: Path) -> None:
-    """transformers 5 follows the post-processor whatever is stated.
-
-    So do we, but refuse what disagrees with it for classes for which transformers 4 does not.
-    """
-    (made,) = (one for one in FAMILIES if one.name == family)
-    bos = made.bos or "<|endoftext|>"
-    folder = write_folder(
-        tmp_path, family, config={"bos_token": bos, "add_bos_token": stated}, cls=cls
-    )
-    adds = theirs(folder)("a")["input_ids"][0] == theirs(folder).bos_token_id
-    assert adds == made.adds_bos
-    if stated == adds or cls.startswith(("PreTrained", "Qwen2")):
-        assert load_tokenizer(str(folder)).adds_bos == adds
-        return
-    with pytest.raises(DecoderError, match=f"says add_bos_token {str(stated).lower()}, but"):
-        load_tokenizer(str(folder))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    del settings["add_bos_token"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert load_tokenizer(str(folder)).adds_bos == adds

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decoder.tokenizer_ends import Doubt
 from pipelines.encode import encode_documents, resolve_bos, resolve_eos, utf8
 from pipelines.errors import CorpusError, PipelineError, TeacherError
 from pipelines.layout import LayoutSettings, lay_rows
@@ -23,8 +24,8 @@ class Bytes:
 
     bos_id: int | None = BOS
     eos_id: int | None = EOS
-    adds_bos: bool = False
-    adds_eos: bool = False
+    adds_bos: bool | Doubt = False
+    adds_eos: bool | Doubt = False
     missing_bytes: frozenset[int] = frozenset()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -163,6 +164,67 @@ def test_the_choice_of_specials(own):
     assert not resolve_bos("off", tokenizer)
     assert resolve_eos("on", tokenizer)
     assert not resolve_eos("off", tokenizer)
+
+
+OTHER = (
+    "To have '<x>' there, give a copy of the tokenizer (--tokenizer) whose tokenizer_config.json"
+)
+
+
+@pytest.mark.parametrize(
+    ("doubt", "said"),
+    [
+        (
+            Doubt("<s>", ("<s>",), (), "LlamaTokenizer"),
+            [
+                "with '<s>': transformers 4 puts '<s>' there, and transformers 5 puts nothing",
+                "--bos on: as transformers 4 and the model's training",
+                "--bos off: as transformers 5",
+            ],
+        ),
+        (
+            Doubt("<s>", (), ("<s>",), "LlamaTokenizer"),
+            [
+                "with '<s>': transformers 4 puts nothing there, and transformers 5 puts '<s>'",
+                "--bos on: as transformers 5",
+                "--bos off: as transformers 4 and the model's training",
+            ],
+        ),
+        (
+            Doubt("<s>", ("<x>",), ("<x>",), None),
+            [
+                "with '<s>': transformers 4 puts '<x>' there, and transformers 5 puts '<x>'",
+                "--bos on: as no release of transformers",
+                "--bos off: as no release of transformers",
+                f"{OTHER} names it as bos_token.",
+            ],
+        ),
+        (
+            Doubt(None, None, ("<x>",), None),
+            [
+                "with a token of their own: transformers 4 refuses the settings",
+                "--bos off: as no release of transformers",
+                f"{OTHER} names it as bos_token.",
+            ],
+        ),
+    ],
+)
+def test_what_is_in_doubt(doubt, said):
+    """`auto` is refused with what the releases do; `on` and `off` decide."""
+    tokenizer = Bytes(adds_bos=doubt, adds_eos=doubt)
+    assert resolve_bos("on", tokenizer)
+    assert not resolve_bos("off", tokenizer)
+    with pytest.raises(PipelineError) as error:
+        resolve_bos("auto", tokenizer)
+    first, *choices = str(error.value).splitlines()
+    assert f"whether documents start {said[0]}" in first
+    assert [line.strip() for line in choices] == said[1:]
+    with pytest.raises(PipelineError) as error:
+        resolve_eos("auto", tokenizer)
+    expected = [line.replace("bos", "eos") for line in said]
+    first, *choices = str(error.value).splitlines()
+    assert f"whether documents end {expected[0]}" in first
+    assert [line.strip() for line in choices] == expected[1:]
 
 
 def test_a_special_that_the_tokenizer_lacks():
