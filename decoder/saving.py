@@ -16,12 +16,11 @@ from safetensors.numpy import save_file
 from decoder.config_json import to_hugging_face
 from decoder.errors import DecoderError
 from decoder.model import Decoder
-from decoder.safetensors_files import INDEX
 from decoder.tensor_names import Part, parts
 from decoder.tokenizer import Tokenizer
+from decoder.weight_files import INDEX, SINGLE
 from decoder.weights import DTYPES
 
-WEIGHTS = "model.safetensors"
 MOST_BYTES = 5 * 10**9  # of one weight file
 
 
@@ -77,7 +76,7 @@ def _write_weights(model: Decoder, folder: Path, dtype: np.dtype, most_bytes: in
     weight_map = {}
     for number, names in enumerate(cuts, start=1):
         count = f"-{number:05d}-of-{len(cuts):05d}" if len(cuts) > 1 else ""
-        file = WEIGHTS.replace(".", f"{count}.", 1)
+        file = SINGLE.replace(".", f"{count}.", 1)
         tensors = {name: _finite(name, _stored(holders[name]), dtype) for name in names}
         # Older releases of transformers want to be told which library's layout it is.
         save_file(tensors, folder / file, {"format": "pt"})
