@@ -9,31 +9,13 @@ from dataclasses import fields
 from typing import Any
 
 from decoder.config import DecoderConfig
-from decoder.config_fields import BOOKKEEPING, flag, integer, number
+from decoder.config_fields import flag, integer, number
+from decoder.config_keys import HARMLESS, NEUTRAL, SAME
 from decoder.config_layers import experts_of, layer_keys, ropes_of, windows_of
 from decoder.config_rope import rope_of, rope_scaling_keys
 from decoder.errors import DecoderError
 from decoder.families import COMMON, Family, family_of
 from decoder.tokenizer import Tokenizer
-
-# Keys that may stand there if they say that a feature is off, or that a family without the
-# feature may have.
-_OFF: dict[str, tuple[Any, ...]] = {
-    "rope_interleaved": (False,),
-    "partial_rotary_factor": (1, 1.0),
-    "cross_attention_hidden_size": (),
-    "add_cross_attention": (False,),
-    "tie_encoder_decoder": (False,),
-    "pruned_heads": ({},),
-    "use_sliding_window": (False,),
-    "sliding_window": (),
-    "quantization_config": (),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "use_bidirectional_attention": (False,),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-}
 
 # transformers' names of the activations that a decoder knows.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -202,9 +184,9 @@ def numeric_part(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in config.items()
-        if key not in BOOKKEEPING
+        if key not in HARMLESS
         and (value is not None or (key in family.nullable and family.default(key) is not None))
-        and (key not in _OFF or key in family.fields)
+        and (key in family.fields or (key not in NEUTRAL and key not in SAME))
     }
 
 
@@ -218,16 +200,25 @@ def _check_architecture(config: Mapping[str, Any], expected: str) -> None:
 
 def _check_unknown(config: Mapping[str, Any], family: Family) -> None:
     _check_architecture(config, family.architecture)
-    off = {**_OFF, **family.off}
+    neutral = {**NEUTRAL, **family.off}
     for key, value in config.items():
-        if key in COMMON or key in family.fields or key in BOOKKEEPING:
+        if key in COMMON or key in family.fields or key in HARMLESS:
             continue
-        if key not in off:
+        if key in SAME and SAME[key] in family.fields:
+            if value != config.get(SAME[key]):
+                raise DecoderError(
+                    f"config.json: {key} {value!r} and {SAME[key]} {config.get(SAME[key])!r} "
+                    f"disagree; keep the right one as {SAME[key]}"
+                )
+            continue
+        if key not in neutral:
             raise DecoderError(
                 f"config.json: the field {key} ({value!r}) is not understood and may change the "
-                "model's numbers"
+                "model's numbers. Take it out of a copy of the folder if the model computes the "
+                "same without it; else give the model as a function of your own: "
+                "package.module:function"
             )
-        if value not in off[key]:
+        if value not in neutral[key]:
             raise DecoderError(
                 f"config.json: {key} is {value!r}, which changes the model's numbers and is "
                 f"not supported for model_type {family.name!r}"
