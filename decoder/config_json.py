@@ -106,13 +106,17 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def to_hugging_face(
-    config: DecoderConfig, tokenizer: Tokenizer | None = None, dtype: str = "float32"
+    config: DecoderConfig,
+    tokenizer: Tokenizer | None = None,
+    dtype: str = "float32",
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The config.json of a decoder; `from_hugging_face` gives the decoder again.
 
     The rotary keys are the old ones, which every release of transformers reads. Ids of special
     tokens that are not known are null: without the key, transformers would assume some.
-    `dtype` is that of the weights beside it.
+    `dtype` is that of the weights beside it. `settings` are entries that change no number, such as
+    ids of special tokens: where given, they alone are written, and none of `tokenizer`.
     Raises `DecoderError` for what a config.json of the model's family cannot say.
     """
     family = family_of(config.family)
@@ -151,11 +155,19 @@ def to_hugging_face(
     written |= {key: value for key, value in own.items() if key in family.fields}
     written |= layer_keys(config, family)
     _check_same(from_hugging_face(written), config)
-    return written | {
+    return (
+        written
+        | (special_ids(tokenizer) if settings is None else dict(settings))
+        | {"torch_dtype": dtype}
+    )
+
+
+def special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The entries about special tokens that a tokenizer gives, where the model has none."""
+    return {
         "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
         "eos_token_id": None if tokenizer is None else tokenizer.eos_id,
         "pad_token_id": None,
-        "torch_dtype": dtype,
     }
 
 

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from decoder.config_json import to_hugging_face
 from decoder.errors import DecoderError
 from decoder.model import Decoder
+from decoder.settings import OwnSettings
 from decoder.tensor_names import Part, parts
 from decoder.tokenizer import Tokenizer
 from decoder.weight_files import INDEX, SINGLE
@@ -30,6 +31,7 @@ def save_folder(
     tokenizer: Tokenizer | None,
     dtype: str = "float32",
     most_bytes: int = MOST_BYTES,
+    settings: OwnSettings | None = None,
 ) -> None:
     """Write a folder that `load_model`, and transformers' AutoModelForCausalLM, load.
 
@@ -39,6 +41,8 @@ def save_folder(
     host holds one file's weights at a time.
 
     `tokenizer` None: the folder gets none, and the ids of its special tokens are unknown.
+    `settings`: what the model's own files said (`own_settings`), which is written as it was, in
+    the place of what `tokenizer` says.
     `dtype`, "float32" or "bfloat16", is that of the stored weights.
     Raises `DecoderError`: the target exists or cannot be written, a weight is not finite in
     `dtype`, or a config.json cannot say what the model is.
@@ -48,12 +52,16 @@ def save_folder(
         raise DecoderError(f"dtype is {dtype!r}; supported: {', '.join(DTYPES)}")
     if os.path.lexists(target):
         raise DecoderError(f"{target} exists and is not overwritten. Choose another folder")
-    config = to_hugging_face(model.config, tokenizer, dtype)
-    files = {"config.json": _json(config), **(tokenizer.files() if tokenizer else {})}
+    config = to_hugging_face(
+        model.config, tokenizer, dtype, None if settings is None else settings.config
+    )
+    own = settings.files if settings else tokenizer.files() if tokenizer else {}
+    files = {**own, "config.json": _json(config)}
     unfinished = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.unfinished"
     try:
         unfinished.mkdir(parents=True)
         for name, data in files.items():
+            (unfinished / name).parent.mkdir(exist_ok=True)
             (unfinished / name).write_bytes(data)
         _write_weights(model, unfinished, DTYPES[dtype], most_bytes)
         unfinished.rename(target)
