@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         special_text,
     )
     from decoder.config import DecoderConfig, RopeScaling
-    from decoder.config_json import from_hugging_face, to_hugging_face
+    from decoder.config_json import from_hugging_face, special_ids, to_hugging_face
     from decoder.errors import DecoderError
     from decoder.loading import (
         LoadedModel,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from decoder.model import Decoder
     from decoder.saving import save_folder
+    from decoder.settings import OwnSettings, own_settings
     from decoder.source import Source, resolve
     from decoder.tokenizer import (
         Tokenizer,
@@ -51,6 +52,7 @@ __all__ = [
     "EndOfTurn",
     "LoadedModel",
     "ModelDescription",
+    "OwnSettings",
     "RopeScaling",
     "Source",
     "Tokenizer",
@@ -63,9 +65,11 @@ __all__ = [
     "has_tokenizer",
     "load_model",
     "load_tokenizer",
+    "own_settings",
     "render_chat",
     "resolve",
     "save_folder",
+    "special_ids",
     "special_text",
     "to_hugging_face",
     "tokenizer_from_files",
@@ -79,6 +83,7 @@ _HOMES = {
     "EndOfTurn": "chat",
     "LoadedModel": "loading",
     "ModelDescription": "loading",
+    "OwnSettings": "settings",
     "RopeScaling": "config",
     "Source": "source",
     "Tokenizer": "tokenizer",
@@ -91,9 +96,11 @@ _HOMES = {
     "has_tokenizer": "tokenizer",
     "load_model": "loading",
     "load_tokenizer": "tokenizer",
+    "own_settings": "settings",
     "render_chat": "chat",
     "resolve": "source",
     "save_folder": "saving",
+    "special_ids": "config_json",
     "special_text": "chat",
     "to_hugging_face": "config_json",
     "tokenizer_from_files": "tokenizer",

@@ -9,31 +9,13 @@ from dataclasses import fields
 from typing import Any
 
 from decoder.config import DecoderConfig
-from decoder.config_fields import BOOKKEEPING, flag, integer, number
+from decoder.config_fields import flag, integer, number
+from decoder.config_keys import HARMLESS, NEUTRAL, SAME
 from decoder.config_layers import experts_of, layer_keys, ropes_of, windows_of
 from decoder.config_rope import rope_of, rope_scaling_keys
 from decoder.errors import DecoderError
 from decoder.families import COMMON, Family, family_of
 from decoder.tokenizer import Tokenizer
-
-# Keys that may stand there if they say that a feature is off, or that a family without the
-# feature may have.
-_OFF: dict[str, tuple[Any, ...]] = {
-    "rope_interleaved": (False,),
-    "partial_rotary_factor": (1, 1.0),
-    "cross_attention_hidden_size": (),
-    "add_cross_attention": (False,),
-    "tie_encoder_decoder": (False,),
-    "pruned_heads": ({},),
-    "use_sliding_window": (False,),
-    "sliding_window": (),
-    "quantization_config": (),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "use_bidirectional_attention": (False,),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-}
 
 # transformers' names of the activations that a decoder knows.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -124,13 +106,17 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def to_hugging_face(
-    config: DecoderConfig, tokenizer: Tokenizer | None = None, dtype: str = "float32"
+    config: DecoderConfig,
+    tokenizer: Tokenizer | None = None,
+    dtype: str = "float32",
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The config.json of a decoder; `from_hugging_face` gives the decoder again.
 
     The rotary keys are the old ones, which every release of transformers reads. Ids of special
     tokens that are not known are null: without the key, transformers would assume some.
-    `dtype` is that of the weights beside it.
+    `dtype` is that of the weights beside it. `settings` are entries that change no number, such as
+    ids of special tokens: where given, they alone are written, and none of `tokenizer`.
     Raises `DecoderError` for what a config.json of the model's family cannot say.
     """
     family = family_of(config.family)
@@ -169,11 +155,19 @@ def to_hugging_face(
     written |= {key: value for key, value in own.items() if key in family.fields}
     written |= layer_keys(config, family)
     _check_same(from_hugging_face(written), config)
-    return written | {
+    return (
+        written
+        | (special_ids(tokenizer) if settings is None else dict(settings))
+        | {"torch_dtype": dtype}
+    )
+
+
+def special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The entries about special tokens that a tokenizer gives, where the model has none."""
+    return {
         "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
         "eos_token_id": None if tokenizer is None else tokenizer.eos_id,
         "pad_token_id": None,
-        "torch_dtype": dtype,
     }
 
 
@@ -202,9 +196,9 @@ def numeric_part(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in config.items()
-        if key not in BOOKKEEPING
+        if key not in HARMLESS
         and (value is not None or (key in family.nullable and family.default(key) is not None))
-        and (key not in _OFF or key in family.fields)
+        and (key in family.fields or (key not in NEUTRAL and key not in SAME))
     }
 
 
@@ -218,16 +212,25 @@ def _check_architecture(config: Mapping[str, Any], expected: str) -> None:
 
 def _check_unknown(config: Mapping[str, Any], family: Family) -> None:
     _check_architecture(config, family.architecture)
-    off = {**_OFF, **family.off}
+    neutral = {**NEUTRAL, **family.off}
     for key, value in config.items():
-        if key in COMMON or key in family.fields or key in BOOKKEEPING:
+        if key in COMMON or key in family.fields or key in HARMLESS:
             continue
-        if key not in off:
+        if key in SAME and SAME[key] in family.fields:
+            if value != config.get(SAME[key]):
+                raise DecoderError(
+                    f"config.json: {key} {value!r} and {SAME[key]} {config.get(SAME[key])!r} "
+                    f"disagree; keep the right one as {SAME[key]}"
+                )
+            continue
+        if key not in neutral:
             raise DecoderError(
                 f"config.json: the field {key} ({value!r}) is not understood and may change the "
-                "model's numbers"
+                "model's numbers. Take it out of a copy of the folder if the model computes the "
+                "same without it; else give the model as a function of your own: "
+                "package.module:function"
             )
-        if value not in off[key]:
+        if value not in neutral[key]:
             raise DecoderError(
                 f"config.json: {key} is {value!r}, which changes the model's numbers and is "
                 f"not supported for model_type {family.name!r}"

@@ -61,7 +61,8 @@ class Family:
       activation_key: where the activation's name stands.
       activations: names of the activation that mean another one in this family.
       ropes: the rotary types that its code in transformers takes.
-      off: keys that may stand there with these values alone, beyond those of every family.
+      off: keys that may stand there with these values alone, before those of every family
+        (`config_keys.NEUTRAL`).
     """
 
     name: str
@@ -97,6 +98,9 @@ _QWEN_DEFAULTS: dict[str, Any] = {
     "max_window_layers": 28,
 }
 
+# Some files say that there are the norms which these families always have.
+_QK_NORM = {"use_qk_norm": (True,), "qk_layernorm": (True,)}
+
 _ALL = [
     Family(
         "llama",
@@ -125,7 +129,7 @@ _ALL = [
         fixed={"qkv_bias": True},
         windows="listed",
         # Its projections have biases whatever such a key says.
-        off={"attention_bias": ()},
+        off={"attention_bias": (), "qkv_bias": (True,)},
     ),
     Family(
         "qwen3",
@@ -134,6 +138,7 @@ _ALL = [
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
         nullable=frozenset({"num_key_value_heads", "sliding_window"}),
         fixed={"head_norm": "head"},
+        off=_QK_NORM,
         windows="listed",
     ),
     Family(
@@ -165,6 +170,7 @@ _ALL = [
         },
         nullable=frozenset({"sliding_window"}),
         fixed={"head_norm": "head"},
+        off=_QK_NORM,
         windows="all",
     ),
     Family(
@@ -261,6 +267,7 @@ _ALL = [
         },
         nullable=frozenset({"sliding_window"}),
         fixed={**_GEMMA, "norm_places": "both", "head_norm": "head"},
+        off=_QK_NORM,
         windows="listed",
         activation_key="hidden_activation",
     ),
@@ -300,6 +307,7 @@ _ALL = [
         fields=frozenset({"attention_bias"}),
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         fixed={"norm": "wide", "norm_places": "after", "head_norm": "whole"},
+        off=_QK_NORM,
     ),
 ]
 

@@ -18,8 +18,8 @@ from decoder.config import DecoderConfig
 from decoder.config_json import from_hugging_face, numeric_part
 from decoder.errors import DecoderError
 from decoder.stand_ins import refuse_stand_in
+from decoder.weight_files import INDEX, weight_files
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_config.json"
 
 _DTYPES: dict[str, np.dtype] = {
@@ -53,7 +53,7 @@ def read_folder(folder: Path) -> Checkpoint:
     raw_config = read_json(config_path)
     config = from_hugging_face(raw_config)
     tensors: dict[str, StoredTensor] = {}
-    for path, names in _files(folder):
+    for path, names in weight_files(folder):
         found = _read_header(path)
         _check_index(path, names, found)
         for name, tensor in found.items():
@@ -124,49 +124,6 @@ def _check_frequencies(tensor: StoredTensor, config: DecoderConfig, layer: str |
 
 def _ends(frequencies: Float32[np.ndarray, "..."]) -> str:
     return f"{[float(f'{one:.4g}') for one in frequencies.reshape(-1)[:3]]}… {frequencies.shape}"
-
-
-def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
-    """Each weight file with the names that the index says it holds (None without an index)."""
-    index = folder / INDEX
-    if not index.is_file():
-        return [(_single_file(folder), None)]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise DecoderError(f"{index} has no weight_map; download it again")
-    shards: dict[str, set[str]] = {}
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise DecoderError(f"{index} puts {name} into {file!r}; expected a file name")
-        shards.setdefault(file, set()).add(name)
-    others = sorted(set(shards) - {SINGLE})
-    if (folder / SINGLE).is_file() and others:
-        raise DecoderError(
-            f"{folder} holds {SINGLE}, and {INDEX}, which names other files: "
-            f"{', '.join(others[:3])} ({len(others)} in all). Either could be the model. "
-            f"Remove {INDEX} and its files if {SINGLE} is meant; remove {SINGLE} if not"
-        )
-    missing = sorted(file for file in shards if not (folder / file).is_file())
-    if missing:
-        raise DecoderError(
-            f"{folder} lacks {', '.join(missing)}, named by {INDEX} ({len(missing)} of "
-            f"{len(shards)} shard files). Download the missing files"
-        )
-    return [(folder / file, names) for file, names in sorted(shards.items())]
-
-
-def _single_file(folder: Path) -> Path:
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        return files[0]
-    if not files:
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f"; {others} would have to be converted to safetensors" if others else ""
-        raise DecoderError(f"{folder} has no *.safetensors file{hint}")
-    raise DecoderError(
-        f"{folder} has several weight files ({', '.join(path.name for path in files)}) but no "
-        f"{INDEX} that says what belongs to the model"
-    )
 
 
 def _check_index(path: Path, names: set[str] | None, found: dict[str, StoredTensor]) -> None:

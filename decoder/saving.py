@@ -16,12 +16,12 @@ from safetensors.numpy import save_file
 from decoder.config_json import to_hugging_face
 from decoder.errors import DecoderError
 from decoder.model import Decoder
-from decoder.safetensors_files import INDEX
+from decoder.settings import OwnSettings
 from decoder.tensor_names import Part, parts
 from decoder.tokenizer import Tokenizer
+from decoder.weight_files import INDEX, SINGLE
 from decoder.weights import DTYPES
 
-WEIGHTS = "model.safetensors"
 MOST_BYTES = 5 * 10**9  # of one weight file
 
 
@@ -31,6 +31,7 @@ def save_folder(
     tokenizer: Tokenizer | None,
     dtype: str = "float32",
     most_bytes: int = MOST_BYTES,
+    settings: OwnSettings | None = None,
 ) -> None:
     """Write a folder that `load_model`, and transformers' AutoModelForCausalLM, load.
 
@@ -40,6 +41,8 @@ def save_folder(
     host holds one file's weights at a time.
 
     `tokenizer` None: the folder gets none, and the ids of its special tokens are unknown.
+    `settings`: what the model's own files said (`own_settings`), which is written as it was, in
+    the place of what `tokenizer` says.
     `dtype`, "float32" or "bfloat16", is that of the stored weights.
     Raises `DecoderError`: the target exists or cannot be written, a weight is not finite in
     `dtype`, or a config.json cannot say what the model is.
@@ -49,12 +52,16 @@ def save_folder(
         raise DecoderError(f"dtype is {dtype!r}; supported: {', '.join(DTYPES)}")
     if os.path.lexists(target):
         raise DecoderError(f"{target} exists and is not overwritten. Choose another folder")
-    config = to_hugging_face(model.config, tokenizer, dtype)
-    files = {"config.json": _json(config), **(tokenizer.files() if tokenizer else {})}
+    config = to_hugging_face(
+        model.config, tokenizer, dtype, None if settings is None else settings.config
+    )
+    own = settings.files if settings else tokenizer.files() if tokenizer else {}
+    files = {**own, "config.json": _json(config)}
     unfinished = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.unfinished"
     try:
         unfinished.mkdir(parents=True)
         for name, data in files.items():
+            (unfinished / name).parent.mkdir(exist_ok=True)
             (unfinished / name).write_bytes(data)
         _write_weights(model, unfinished, DTYPES[dtype], most_bytes)
         unfinished.rename(target)
@@ -77,7 +84,7 @@ def _write_weights(model: Decoder, folder: Path, dtype: np.dtype, most_bytes: in
     weight_map = {}
     for number, names in enumerate(cuts, start=1):
         count = f"-{number:05d}-of-{len(cuts):05d}" if len(cuts) > 1 else ""
-        file = WEIGHTS.replace(".", f"{count}.", 1)
+        file = SINGLE.replace(".", f"{count}.", 1)
         tensors = {name: _finite(name, _stored(holders[name]), dtype) for name in names}
         # Older releases of transformers want to be told which library's layout it is.
         save_file(tensors, folder / file, {"format": "pt"})

@@ -8,13 +8,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from decoder.errors import DecoderError
+from decoder.weight_files import INDEX, SINGLE, read_index
 
-WEIGHT_FILES = (
-    "config.json",
-    "adapter_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-)
+# Where there is no model.safetensors, also the files that the index names.
+WEIGHT_FILES = ("config.json", "adapter_config.json", SINGLE, INDEX)
 TOKENIZER_FILES = (
     "config.json",
     "tokenizer.json",
@@ -22,6 +19,16 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+)
+# What `own_settings` keeps: also of the tokenizer's what is not read here.
+SETTINGS_FILES = (
+    *TOKENIZER_FILES,
+    "generation_config.json",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
 )
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -104,10 +111,17 @@ def _looks_local(source: str) -> bool:
 
 
 def _download(source: str, revision: str | None, patterns: tuple[str, ...]) -> Source:
+    folder = _snapshot(source, revision, patterns)
+    index = folder / INDEX
+    if patterns == WEIGHT_FILES and index.is_file() and not (folder / SINGLE).is_file():
+        folder = _snapshot(source, folder.name, tuple(sorted(read_index(index))))
+    return Source("folder", source, folder, revision=folder.name)
+
+
+def _snapshot(source: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    """The folder of a commit of a hub name, with what the patterns match of it."""
     try:
-        folder = snapshot_download(
-            source, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"]
-        )
+        return Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         at = f" at revision {revision!r}" if revision else ""
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -116,4 +130,3 @@ def _download(source: str, revision: str | None, patterns: tuple[str, ...]) -> S
             f"({type(error).__name__}: {first}). Check the name, the network and your access, or "
             "give a local folder"
         ) from error
-    return Source("folder", source, Path(folder), revision=Path(folder).name)

@@ -3,7 +3,7 @@
 RUN/run.json             everything that decides the run; written first, never changed
 RUN/lock                 held by the process that trains; holds its pid
 RUN/sessions/<n>.toml    all options of the n-th time that training was started
-RUN/tokenizer/           the student's, so that the run stands alone
+RUN/tokenizer/           the student's, and its generation_config.json: the run stands alone
 RUN/checkpoints/         student.checkpoints
 RUN/metrics.jsonl        one line for each step (student.metrics)
 RUN/evaluations.jsonl    one line for each evaluation
@@ -73,9 +73,10 @@ class Run:
         return self.folder / EVALUATIONS
 
     def keep_tokenizer(self, files: Mapping[str, bytes]) -> None:
-        """Stores the files of the student's tokenizer."""
+        """Stores the files of the student's tokenizer, and its generation_config.json."""
         (self.folder / TOKENIZER).mkdir(exist_ok=True)
         for name, data in files.items():
+            (self.folder / TOKENIZER / name).parent.mkdir(exist_ok=True)
             _write(self.folder / TOKENIZER / name, data)
 
     def close(self) -> None:

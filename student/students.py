@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from jaxtyping import Bool
 
 import decoder
 from cache import Cache
-from decoder import Decoder, DecoderConfig, Tokenizer
+from decoder import Decoder, DecoderConfig, OwnSettings, Tokenizer
 from student.batches import Batch
 from student.configs import config_from_json, config_to_json, is_scratch, scratch_config
 from student.errors import RunError, StudentError
@@ -34,7 +35,8 @@ class Student:
       record: JSON-able: where the student comes from, and all that `rebuild` and `legal_of` need.
       vocabulary: ids that the softmax is over; the rest of the rows are illegal.
       legal: bool [rows]: ids that may be predicted; None when all may.
-      tokenizer: the student's own, or else the cache's; to be exported with it.
+      tokenizer: the student's own, or else the cache's.
+      files: of the tokenizer, and of the student's settings; to be kept, and exported with it.
       parameters: numbers in the model; shared ones count once.
       layers: None for a function's own kind of model.
       search: how the dropped block was found, if it was.
@@ -46,6 +48,7 @@ class Student:
     vocabulary: int
     legal: Bool[np.ndarray, " rows"] | None
     tokenizer: Tokenizer
+    files: Mapping[str, bytes]
     parameters: int
     layers: int | None
     search: Search | None = None
@@ -58,6 +61,7 @@ class _Start:
     model: nnx.Module
     rows: int
     tokenizer: Tokenizer | None
+    settings: OwnSettings | None
     record: Mapping[str, Any]
 
 
@@ -88,7 +92,9 @@ def build(
     layers, dropped, search = None, None, None
     if options.drop_layers is not None:
         layers = parse_layers(options.drop_layers, _decoder(model, options).config.layers)
+    settings = _settings(start, cached)
     if options.trim_vocabulary:
+        _check_trim(settings, rows, vocabulary)
         model, rows = trim(_decoder(model, options), vocabulary), vocabulary
     legal = legal_ids(rows, vocabulary, [cached] if own is None else [cached, own])
     if isinstance(layers, int):
@@ -118,12 +124,20 @@ def build(
             "rows": rows,
             "vocabulary": vocabulary,
             "illegal": illegal,
-            "tokenizer": {"own": own is not None, "fingerprint": tokenizer.fingerprint},
+            "tokenizer": {
+                "own": own is not None,
+                "fingerprint": tokenizer.fingerprint,
+                "files": {
+                    name: hashlib.sha256(data).hexdigest() for name, data in settings.files.items()
+                },
+            },
+            "settings": dict(settings.config),
             "config": None if config is None else config_to_json(config),
         },
         vocabulary=vocabulary,
         legal=legal,
         tokenizer=tokenizer,
+        files=settings.files,
         parameters=sum(value.size for value in parameters_of(model).values()),
         layers=None if config is None else config.layers,
         search=search,
@@ -214,7 +228,7 @@ def _scratch(options: TrainOptions, cache: Cache) -> _Start:
         "fingerprint": None,
         "seed": options.seed,
     }
-    return _Start(model, config.vocabulary, None, record)
+    return _Start(model, config.vocabulary, None, None, record)
 
 
 def _load(options: TrainOptions, cache: Cache, cached: Tokenizer) -> _Start:
@@ -245,7 +259,27 @@ def _load(options: TrainOptions, cache: Cache, cached: Tokenizer) -> _Start:
         "fingerprint": loaded.fingerprint,
         "seed": None,
     }
-    return _Start(loaded.model, loaded.vocabulary_rows, tokenizer, record)
+    settings = decoder.own_settings(source, loaded.revision)
+    return _Start(loaded.model, loaded.vocabulary_rows, tokenizer, settings, record)
+
+
+def _settings(start: _Start, cached: Tokenizer) -> OwnSettings:
+    """The student's own settings; where it has no tokenizer, that of the cache."""
+    if start.settings is None:
+        return OwnSettings(decoder.special_ids(cached), cached.files())
+    if start.tokenizer is not None:
+        return start.settings
+    return OwnSettings(start.settings.config, {**start.settings.files, **cached.files()})
+
+
+def _check_trim(settings: OwnSettings, rows: int, kept: int) -> None:
+    lost = sorted(one for one in settings.ids() if kept <= one < rows)
+    if lost:
+        raise StudentError(
+            f"--trim-vocabulary would leave {kept:,} of {rows:,} rows, but the student's "
+            f"config.json or generation_config.json names the special tokens {lost}, which no "
+            "tokenizer has. Leave it out."
+        )
 
 
 def _decoder(model: nnx.Module, options: TrainOptions) -> Decoder:

@@ -116,7 +116,7 @@ def _prepare(plan: Plan, say: Callable[[str], None]) -> _Ready:
                     f"{options.out} began. Bring back its files, or choose another --out."
                 )
         if student is not None:
-            run.keep_tokenizer(student.tokenizer.files())
+            run.keep_tokenizer(student.files)
         model = rebuild(record) if student is None else student.model
         functions = student_functions(model, options.remat)
         begins, parameters = student is not None, parameters_of(model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ from flax import nnx
 
 import decoder
 from cache.errors import CacheError, DamageError
-from decoder import Decoder
+from decoder import Decoder, OwnSettings
 from student.checkpoints import Checkpoints
 from student.errors import RunError, StudentError
 from student.evaluation import Evaluation, kl_objective, make_row_sums, mean_over
@@ -172,9 +173,14 @@ def export(options: ExportOptions) -> Checkpoint:
             f"{trained.options.student} returns, and Hugging Face has no such model. Read its "
             "parameters with student.trained.open_checkpoint instead."
         )
-    decoder.save_folder(
-        cast(Decoder, filled(trained)), options.out, _tokenizer(trained, options), options.dtype
-    )
+    kept, model = trained.record["model"], cast(Decoder, filled(trained))
+    folder = local_path(options.run) / TOKENIZER
+    if "settings" in kept:
+        settings = OwnSettings(kept["settings"], _files(folder, kept["tokenizer"]["files"]))
+        decoder.save_folder(model, options.out, None, options.dtype, settings=settings)
+    else:
+        tokenizer = _tokenizer(folder, kept["tokenizer"]["fingerprint"])
+        decoder.save_folder(model, options.out, tokenizer, options.dtype)
     return trained
 
 
@@ -183,12 +189,26 @@ def filled(trained: Checkpoint) -> nnx.Module:
     return fill(trained.model, trained.parameters)
 
 
-def _tokenizer(trained: Checkpoint, options: ExportOptions) -> decoder.Tokenizer:
-    folder = local_path(options.run) / TOKENIZER
+def _files(folder: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
+    """What the run keeps of where its student started, checked."""
+    files = {}
+    for name, digest in digests.items():
+        if not (folder / name).is_file():
+            raise RunError(f"{folder} has lost its {name}. Put it back from a copy.")
+        files[name] = (folder / name).read_bytes()
+        if hashlib.sha256(files[name]).hexdigest() != digest:
+            raise RunError(
+                f"{folder / name} is another file than when the run began. Put it back from a copy."
+            )
+    return files
+
+
+def _tokenizer(folder: Path, fingerprint: str) -> decoder.Tokenizer:
+    """That of a run which an older Stillroom began, and which keeps no other settings."""
     if not (folder / "tokenizer.json").is_file():
         raise RunError(f"{folder} has lost its tokenizer.json. Put it back from a copy.")
     found = decoder.load_tokenizer(str(folder))
-    if found.fingerprint != trained.record["model"]["tokenizer"]["fingerprint"]:
+    if found.fingerprint != fingerprint:
         raise RunError(
             f"{folder} is another tokenizer than when the run began. Put it back from a copy."
         )

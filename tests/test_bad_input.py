@@ -14,7 +14,7 @@ from cache.filling import reopened
 from cache.jsonfields import digest
 from cache.manifest import read_manifest
 from cache.storage import Store
-from decoder.safetensors_files import INDEX
+from decoder.weight_files import INDEX
 from tests.models import tiny_tokenizer, write_tiny_teacher, write_tiny_tokenizer
 from tests.pipelines import small
 

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from decoder.errors import DecoderError
 from decoder.loading import load_model
-from decoder.safetensors_files import INDEX, SINGLE, read_folder
+from decoder.safetensors_files import read_folder
+from decoder.weight_files import INDEX, SINGLE
 from tests.models import write_tiny_teacher
 
 
@@ -58,28 +59,61 @@ def test_a_shard_of_another_checkpoint(tmp_path: Path) -> None:
         read_folder(folder)
 
 
-@pytest.mark.parametrize("complete", [True, False])
-def test_shards_beside_a_whole_file(tmp_path: Path, complete: bool) -> None:
-    """transformers would take the whole file, whichever was saved last."""
-    whole = (write_tiny_teacher(tmp_path) / SINGLE).read_bytes()
-    shard(tmp_path)
-    (tmp_path / SINGLE).write_bytes(whole)
-    if not complete:
-        (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(
-        DecoderError,
-        match=rf"holds {SINGLE}, and {INDEX}, which names other files: model-00001-of-00003.* "
-        rf"\(3 in all\).*Remove {INDEX} and its files if {SINGLE} is meant",
-    ):
-        read_folder(tmp_path)
+@pytest.mark.parametrize(
+    "others",
+    [
+        ("consolidated.safetensors",),
+        ("consolidated.safetensors", "consolidated.safetensors.index.json"),
+        ("consolidated.00.pth", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+        ("model.fp16.safetensors", "model.bf16.safetensors", "adapter_model.safetensors"),
+        ("model.fp16.safetensors.index.json", "model.fp16-00001-of-00002.safetensors"),
+        ("original/consolidated.00.pth", "onnx/model.onnx", "onnx/model.safetensors"),
+        (INDEX, "model-00001-of-00002.safetensors"),
+    ],
+)
+def test_the_whole_file_wins(tmp_path: Path, others: tuple[str, ...]) -> None:
+    """Whatever stands beside it, its own index included, which may name files that are gone."""
+    expected = {
+        name: tensor.digest()
+        for name, tensor in read_folder(write_tiny_teacher(tmp_path)).tensors.items()
+    }
+    for other in others:
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    found = read_folder(tmp_path).tensors
+    assert {name: tensor.digest() for name, tensor in found.items()} == expected
+    assert {tensor.file.name for tensor in found.values()} == {SINGLE}
 
 
-def test_an_index_of_one_file(tmp_path: Path) -> None:
-    """Nothing is doubtful about it."""
-    expected = read_folder(write_tiny_teacher(tmp_path)).tensors
-    weight_map = dict.fromkeys(expected, SINGLE)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    assert read_folder(tmp_path).tensors.keys() == expected.keys()
+@pytest.mark.parametrize(
+    "other", ["consolidated.safetensors", "model.fp16.safetensors", "pytorch_model.bin"]
+)
+def test_the_index_wins_where_there_is_no_whole_file(tmp_path: Path, other: str) -> None:
+    shard(write_tiny_teacher(tmp_path))
+    (tmp_path / other).write_bytes(b"another")
+    files = {tensor.file.name for tensor in read_folder(tmp_path).tensors.values()}
+    assert files == {f"model-{place:05}-of-00003.safetensors" for place in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "consolidated.safetensors",
+            r"but consolidated\.safetensors, which names the tensors in a",
+        ),
+        (
+            "model.fp16.safetensors",
+            r"but model\.fp16\.safetensors\. Rename it to model\.safetensors",
+        ),
+        ("weights.safetensors", r"but weights\.safetensors\. Rename it to model\.safetensors if"),
+        ("consolidated.00.pth", r"but consolidated\.00\.pth, which would have to be converted"),
+    ],
+)
+def test_weights_under_another_name_alone(tmp_path: Path, name: str, text: str) -> None:
+    (write_tiny_teacher(tmp_path) / SINGLE).rename(tmp_path / name)
+    with pytest.raises(DecoderError, match=f"has no model.safetensors and no .*{text}"):
+        load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -161,14 +195,16 @@ def test_a_bad_index(tmp_path: Path, index: str, text: str) -> None:
 def test_several_files_without_an_index(tmp_path: Path) -> None:
     folder = shard(write_tiny_teacher(tmp_path))
     (folder / INDEX).unlink()
-    with pytest.raises(DecoderError, match=r"several weight files .* but no model.safetensors.ind"):
+    with pytest.raises(
+        DecoderError, match=r"model-00001-of-00003.safetensors, .* several weight files"
+    ):
         read_folder(folder)
 
 
 def test_no_weights(tmp_path: Path) -> None:
     folder = write_tiny_teacher(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(DecoderError, match=r"no \*.safetensors file; .'pytorch_model.bin'. would"):
+    with pytest.raises(DecoderError, match=r"but pytorch_model.bin, which would have to be conv"):
         read_folder(folder)
 
 

@@ -17,9 +17,9 @@ from decoder.config import DecoderConfig, RopeScaling
 from decoder.errors import DecoderError
 from decoder.loading import load_model
 from decoder.model import Decoder
-from decoder.safetensors_files import INDEX
 from decoder.saving import cut, save_folder
 from decoder.tokenizer import load_tokenizer
+from decoder.weight_files import INDEX
 from tests.models import write_tiny_tokenizer
 
 PLAIN = DecoderConfig(

@@ -1,13 +1,16 @@
 """Which names stand for what; the hub is replaced by functions that answer as it does."""
 
+import json
 from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 import decoder.source
 from decoder.errors import DecoderError
-from decoder.source import TOKENIZER_FILES, WEIGHT_FILES, Source, resolve
+from decoder.source import SETTINGS_FILES, TOKENIZER_FILES, WEIGHT_FILES, Source, resolve
+from decoder.weight_files import INDEX
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -83,8 +86,68 @@ def test_a_hub_name_becomes_a_commit(
         "repo_id": "owner/name",
         "revision": "v1",
         "allow_patterns": list(patterns),
-        "ignore_patterns": ["*/*"],
     }
+
+
+REPOSITORY = {
+    "config.json": "{}",
+    INDEX: json.dumps({"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}),
+    "x-1.safetensors": "1",
+    "x-2.safetensors": "2",
+    "model.safetensors": "3",
+    "model.fp16.safetensors": "4",
+    "consolidated.safetensors": "5",
+    "original/config.json": "6",
+    "original/consolidated.00.pth": "7",
+    "onnx/model.safetensors": "8",
+    "pytorch_model.bin": "9",
+    "generation_config.json": "{}",
+    "additional_chat_templates/tools.jinja": "10",
+    "README.md": "11",
+}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "lacks", "expected"),
+    [
+        (WEIGHT_FILES, (), {"config.json", "model.safetensors", INDEX}),
+        (
+            WEIGHT_FILES,
+            ("model.safetensors",),
+            {"config.json", INDEX, "x-1.safetensors", "x-2.safetensors"},
+        ),
+        (WEIGHT_FILES, ("model.safetensors", INDEX), {"config.json"}),
+        (TOKENIZER_FILES, ("model.safetensors",), {"config.json"}),
+        (
+            SETTINGS_FILES,
+            (),
+            {"config.json", "generation_config.json", "additional_chat_templates/tools.jinja"},
+        ),
+    ],
+)
+def test_what_is_fetched(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    patterns: tuple[str, ...],
+    lacks: tuple[str, ...],
+    expected: set[str],
+) -> None:
+    """By the hub client's own rule for patterns; all calls but the first ask for the commit."""
+    folder, revisions = tmp_path / COMMIT, []
+
+    def download(repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+        revisions.append(revision)
+        names = sorted(REPOSITORY.keys() - set(lacks))
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(REPOSITORY[name])
+        return str(folder)
+
+    monkeypatch.setattr(decoder.source, "snapshot_download", download)
+    assert resolve("owner/name", "v1", patterns).revision == COMMIT
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == expected
+    assert revisions == ["v1", COMMIT][: len(revisions)]
 
 
 def test_offline_without_a_copy() -> None:
