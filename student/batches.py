@@ -14,9 +14,6 @@ from student.errors import ObjectiveError, StudentError
 PADDING = -1
 """Stands for a row of padding where row numbers are asked for."""
 
-# Rows whose labels are counted at a time.
-_SLICE = 4096
-
 _LABELS = ("tokens", "segments", "label_mask", "label_logprobs")
 _TARGETS = ("target_ids", "target_logprobs", "exact_counts", "tail_logprobs", "entropy")
 
@@ -253,24 +250,3 @@ def _check_ids(
         f"{found} is beyond the student's {settings.most_id:,} logits; the cache's vocabulary "
         f"is {cache.encoding.vocabulary:,}. Train a student that has a row for every id."
     )
-
-
-def label_counts(
-    cache: Cache, rows: Integer[np.ndarray, " rows"], length: int | None
-) -> tuple[int, int]:
-    """Counts the labels of some rows before and after a cut; reads a few thousand rows at a time.
-
-    Args:
-      cache: the cache.
-      rows: row numbers.
-      length: positions that are kept; all of them if None.
-
-    Returns:
-      Labels in the positions kept, and labels in all.
-    """
-    kept = total = 0
-    for start in range(0, len(rows), _SLICE):
-        read = cache.rows(rows[start : start + _SLICE], "label_mask")["label_mask"]
-        kept += int(np.count_nonzero(read[:, :length] == 1))
-        total += int(np.count_nonzero(read == 1))
-    return kept, total

@@ -20,7 +20,6 @@ from student.batches import (
     BatchSettings,
     Targets,
     check_settings,
-    label_counts,
     read_batch,
 )
 from student.errors import StudentError
@@ -43,8 +42,6 @@ class Plan:
       objective: what is trained on.
       precision: "float32" or "bfloat16".
       steps: of the whole run.
-      labels: training labels per epoch that stay after --length.
-      cut_labels: training labels that --length leaves out.
       devices: those of this process.
       appended: rows that the cache has grown by since the run began; they are not used.
     """
@@ -55,8 +52,6 @@ class Plan:
     precision: str
     split: Split
     steps: int
-    labels: int
-    cut_labels: int
     devices: tuple[Any, ...]
     appended: int = 0
 
@@ -159,20 +154,17 @@ def make_plan(
     if training:
         check_batch(options.batch, options.accumulation, len(devices))
     split = split_rows(
-        cache, options.held_out, options.seed, lambda done: progress(done, len(cache))
+        cache,
+        options.held_out,
+        options.seed,
+        lambda done: progress(done, len(cache)),
+        length=options.length,
     )
     rows = len(split.training)
     if training and options.batch > rows * options.epochs:
         raise StudentError(
             f"--batch {options.batch} is more than the {rows:,} training rows in {options.epochs} "
             f"epochs: there would be no whole step. Use a smaller batch, at most {rows:,}."
-        )
-    kept = whole = split.training_labels
-    if options.length is not None:
-        kept, whole = label_counts(cache, split.training, options.length)
-    if not kept:
-        raise StudentError(
-            f"--length {options.length} leaves no label of the training rows. Use a larger one."
         )
     return Plan(
         options=options,
@@ -181,8 +173,6 @@ def make_plan(
         precision=resolve_precision(options.precision, devices),
         split=split,
         steps=math.ceil(rows * options.epochs / options.batch),
-        labels=kept,
-        cut_labels=whole - kept,
         devices=devices,
         appended=len(now) - len(cache),
     )
@@ -248,9 +238,12 @@ def decides(plan: Plan) -> dict[str, Any]:
     numbers = {name: getattr(options, name) for name in real.split()}
     # Runs from before there were blocks go on.
     block = {} if options.shuffle_block == 1 else {"shuffle_block": options.shuffle_block}
+    # And so do those whose split is as it was before copies were kept on one side.
+    split = {"split": plan.split.digest} if plan.split.other else {}
     return {
         "cache": {"identity": cache_identity(plan.cache)},
         **block,
+        **split,
         **{name: getattr(options, name) for name in same.split()},
         "student": _student_place(options.student),
         **{name: None if value is None else float(value) for name, value in numbers.items()},
@@ -287,23 +280,29 @@ def notes(plan: Plan) -> list[str]:
     """What is trained on, and what is dubious about it; a sentence or two each."""
     objective, split = plan.objective, plan.split
     found = [
-        f"{len(split.training):,} rows with {plan.labels:,} labels to train on, "
+        f"{len(split.training):,} rows with {split.training_labels:,} labels to train on, "
         f"{len(split.held_out):,} with {split.held_out_labels:,} held out, of "
         f"{split.groups:,} groups of documents."
     ]
+    if split.copied_documents or split.copied_rows:
+        found.append(
+            f"{split.copied_documents:,} documents and {split.copied_rows:,} rows are exact copies "
+            "of others: copies stay on one side."
+        )
     if plan.appended:
         found.append(
             f"The cache has grown by {plan.appended:,} rows since this run began: it goes on with "
             f"the {len(plan.cache):,} that it began with. A run with another --out trains on all."
         )
-    if split.rows_without_labels:
-        found.append(f"{split.rows_without_labels:,} rows have nothing to predict: left out.")
+    empty = split.rows_without_labels - split.emptied_rows
+    if empty:
+        found.append(f"{empty:,} rows have nothing to predict: left out.")
     if plan.options.length is not None:
-        found.append(
-            f"--length {plan.options.length} of {plan.cache.encoding.length}: "
-            f"{plan.cut_labels:,} of {plan.labels + plan.cut_labels:,} training labels are left "
-            "out."
-        )
+        cut = f"--length {plan.options.length} of {plan.cache.encoding.length}: "
+        whole = split.training_labels + split.cut_labels
+        found.append(f"{cut}{split.cut_labels:,} of {whole:,} training labels are left out.")
+        if split.emptied_rows:
+            found.append(f"{cut}{split.emptied_rows:,} rows have no label left: left out.")
     return found + _objective_notes(objective, mass(plan), plan.cache.encoding.tail)
 
 

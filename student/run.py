@@ -37,6 +37,7 @@ _BEFORE_RUN = {LOCK, RUN + _UNFINISHED}
 _PLAIN = {
     "cache.identity": "the cache is another one",
     "model.fingerprint": "the student's first weights are others",
+    "split": "other rows are held out, for copies were not looked for when the run began",
 }
 
 

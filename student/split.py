@@ -1,16 +1,17 @@
-"""Which rows are trained on and which are held out; no document is on both sides."""
+"""Which rows are trained on and which are held out; no document, nor its copy, is on both sides."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 
 import numpy as np
 from jaxtyping import Integer
 
 from cache import Cache
-from cache.groups import DocumentGroups, fill_up, seeded_order
+from cache.groups import Copies, DocumentGroups, fill_up, seeded_order
 from student.batches import check_single_rows
 from student.errors import StudentError
 
@@ -24,9 +25,14 @@ class Split:
 
     Attributes:
       training, held_out: int64 row numbers, ascending.
-      training_labels, held_out_labels: labels of each side.
+      training_labels, held_out_labels: labels of each side that are within the length.
       groups: sets of rows that share documents, over both sides; rows with labels alone count.
       rows_without_labels: rows on neither side, for they train and measure nothing.
+      emptied_rows: of these, the ones that have labels, but beyond the length.
+      cut_labels: labels of the training rows that are beyond the length.
+      copied_documents, copied_rows: how many are exact copies of others before them.
+      other: whether the split is another one than by documents' numbers alone, as it was made
+        before copies and emptied rows were looked for.
     """
 
     training: np.ndarray
@@ -35,6 +41,17 @@ class Split:
     held_out_labels: int
     groups: int
     rows_without_labels: int
+    emptied_rows: int = 0
+    cut_labels: int = 0
+    copied_documents: int = 0
+    copied_rows: int = 0
+    other: bool = False
+
+    @property
+    def digest(self) -> str:
+        """sha256 of which rows are on which side."""
+        sides = [self.training.astype("<i8").tobytes(), self.held_out.astype("<i8").tobytes()]
+        return sha256(b"%d:" % len(self.training) + b"".join(sides)).hexdigest()
 
 
 def split_rows(
@@ -43,11 +60,14 @@ def split_rows(
     seed: int,
     progress: Callable[[int], None] | None = None,
     slice_rows: int = _SLICE,
+    length: int | None = None,
 ) -> Split:
-    """Splits a cache's rows by document: rows that share a document stay together.
+    """Splits a cache's rows by document: rows that share a document, or a copy, stay together.
 
-    Rows that share a document, and documents that share a row, are one group, transitively. A
-    side holds whole groups. Depends on the cache, `held_out` and `seed` alone.
+    Rows that share a document, documents that share a row, and documents or rows of the same
+    tokens (`cache.groups.Copies`) are one group, transitively. A side holds whole groups. Depends
+    on the cache, `held_out`, `seed` and `length` alone. Documents that are nearly the same may be
+    on both sides.
 
     Args:
       cache: the cache.
@@ -56,23 +76,57 @@ def split_rows(
       seed: decides which groups are held out; at least 0.
       progress: called with the number of rows read so far.
       slice_rows: rows that are read at a time.
+      length: positions of a row that are used; all of them if None. Labels beyond do not count.
 
     Raises:
       StudentError: more rows are asked for than there are, nothing is left to train on, no
-        group is small enough.
+        group is small enough, or no label is within the length.
       CacheError: documents are not what the manifest says.
       DamageError: data is missing or damaged.
     """
     check_single_rows(cache)
     ranges = [entry.documents for entry in cache.manifest.receipts if entry.documents]
-    groups = DocumentGroups(len(cache), max((last + 1 for _, last in ranges), default=0))
+    documents = max((last + 1 for _, last in ranges), default=0)
+    groups, copies = DocumentGroups(len(cache), documents), Copies(len(cache), documents)
+    kept = np.zeros(len(cache), np.uint32)
     for start in range(0, len(cache), slice_rows):
         rows = slice(start, min(start + slice_rows, len(cache)))
-        read = cache.rows(rows, ("documents", "label_mask"))
+        read = cache.rows(rows, ("tokens", "segments", "documents", "label_mask"))
         groups.add(start, read["documents"], read["label_mask"])
+        labels = read["label_mask"] == 1
+        if length is not None:
+            labels[:, length:] = False
+        kept[rows] = np.count_nonzero(labels, axis=1)
+        copies.add(start, read, length, labels)
         if progress is not None:
             progress(rows.stop)
-    return choose(groups.of_rows(), groups.labels, held_out, seed)
+    emptied = (groups.labels > 0) & (kept == 0)
+    if emptied.any() and not kept.any():
+        raise StudentError(f"--length {length} leaves no label of any row. Use a larger one.")
+    by_number = groups.of_rows()
+    copied = groups.unite_copies(copies)
+    found = choose(groups.of_rows(), kept, held_out, seed, copied)
+    other = (any(copied) or emptied.any()) and _differs(
+        found, by_number, groups.labels, held_out, seed
+    )
+    return replace(
+        found,
+        emptied_rows=int(np.count_nonzero(emptied)),
+        cut_labels=int((groups.labels - kept)[found.training].sum(dtype=np.int64)),
+        copied_documents=copied[0],
+        copied_rows=copied[1],
+        other=bool(other),
+    )
+
+
+def _differs(
+    found: Split, groups: np.ndarray, labels: np.ndarray, held_out: int | float, seed: int
+) -> bool:
+    try:
+        before = choose(groups, labels, held_out, seed)
+    except StudentError:
+        return True
+    return found.digest != before.digest
 
 
 def choose(
@@ -80,6 +134,7 @@ def choose(
     labels: Integer[np.ndarray, " rows"],
     held_out: int | float,
     seed: int,
+    copied: tuple[int, int] = (0, 0),
 ) -> Split:
     """Takes whole groups, in an order that the seed decides, while they fit.
 
@@ -87,6 +142,7 @@ def choose(
       groups: the number of each row's group.
       labels: labels of each row; rows without any are on neither side.
       held_out, seed: see `split_rows`.
+      copied: how many documents and rows are copies; the groups hold them together.
 
     Raises:
       StudentError: see `split_rows`.
@@ -97,7 +153,7 @@ def choose(
     taken = np.zeros(len(numbers), bool)
     if wanted:
         if sizes.min() > wanted:
-            raise StudentError(_no_group_fits(held_out, wanted, sizes))
+            raise StudentError(_no_group_fits(held_out, wanted, sizes, copied))
         taken = fill_up(seeded_order(len(numbers), seed), sizes, wanted)
     out = taken[group]
     if out.all():
@@ -134,13 +190,32 @@ def _wanted(held_out: int | float, rows: int) -> int:
 
 
 def _no_group_fits(
-    held_out: int | float, wanted: int, sizes: Integer[np.ndarray, " groups"]
+    held_out: int | float,
+    wanted: int,
+    sizes: Integer[np.ndarray, " groups"],
+    copied: tuple[int, int],
 ) -> str:
     found = (
         f"--held-out {held_out:g} asks for {wanted:,} of {sizes.sum():,} rows with labels, but "
-        "rows that share documents stay together. "
+        "rows that share documents stay together"
     )
+    otherwise = ""
+    if any(copied):
+        found += (
+            f", and so do copies: {copied[0]:,} documents and {copied[1]:,} rows are exact copies "
+            "of others"
+        )
+        otherwise = (
+            " Or take the copies out of the corpus and capture again; if the cache is packed, "
+            "--layout pad helps as well: its rows hold one document each, and no copy ties others."
+        )
     if len(sizes) == 1:
-        return f"{found}All of them are one such group: nothing can be held out. Ask for 0."
+        return (
+            f"{found}. All of them are one such group: nothing can be held out. Ask for 0."
+            f"{otherwise}"
+        )
     least = f"{sizes.min():,} rows"
-    return f"{found}The smallest such group has {least}. Ask for at least {least}, or for 0."
+    return (
+        f"{found}. The smallest such group has {least}. Ask for at least {least}, or for 0."
+        f"{otherwise}"
+    )

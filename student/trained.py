@@ -19,7 +19,7 @@ from student.errors import RunError, StudentError
 from student.evaluation import Evaluation, kl_objective, make_row_sums, mean_over
 from student.functions import fill, parameters_of, student_functions
 from student.options import EvaluateOptions, ExportOptions, TrainOptions
-from student.plan import Plan, cache_identity, make_plan
+from student.plan import Plan, cache_identity, decides, make_plan
 from student.run import CHECKPOINTS, TOKENIZER, last_options, local_path, read_run
 from student.step import replicate
 from student.students import legal_of, rebuild
@@ -156,6 +156,12 @@ def _plan(trained: Checkpoint) -> Plan:
         raise RunError(
             f"the cache {plan.cache.location} is not the one that the run was trained from. Give "
             "that with --cache."
+        )
+    if decides(plan).get("split") != trained.record.get("split"):
+        raise RunError(
+            f"the run {trained.options.out} held other rows out, for when it began, neither copies "
+            "of documents nor rows that --length empties were looked for: it was trained on some "
+            "of the rows that would be measured. Train again with another --out."
         )
     return replace(plan, precision=trained.record["precision"])
 

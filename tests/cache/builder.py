@@ -226,15 +226,19 @@ def make_cache(
     exact: int = 2,
     complete: bool = True,
     logits: np.ndarray | None = None,
+    laid: dict[str, np.ndarray] | None = None,
     **settings: Any,
 ) -> Built:
     """A complete small cache. `settings` change `make_encoding`'s; nothing is random but `seed`.
 
+    Its rows are `laid` (tokens, segments, documents, label_mask), or those of `make_rows`.
     With `complete=False` the manifest stays open and the last shard is not made.
     """
     encoding = make_encoding(**settings)
     random = np.random.default_rng(seed)
-    laid = make_rows(rows, encoding, seed)
+    if laid is None:
+        laid = make_rows(rows, encoding, seed)
+    rows = len(laid["tokens"])
     if logits is None:
         logits = random.normal(size=(rows, encoding.length, encoding.vocabulary)) * scale
     targets = make_targets(logits, laid, encoding, exact)

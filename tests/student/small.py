@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import cache
+from pipelines.layout import LayoutSettings, lay_rows
 from student.batches import BatchSettings
 from tests.cache.builder import Built, make_cache
 
@@ -23,6 +25,18 @@ def make_student_cache(folder: Path, **settings: Any) -> tuple[Built, cache.Cach
     """
     built = make_cache(folder / "cache", **{"rows": 22, "tail": "sampled", **settings})
     return built, cache.open(built.path)
+
+
+def laid_rows(
+    documents: Sequence[Sequence[int]], kind: Any = "pad", length: int = LENGTH, overlap: int = 1
+) -> dict[str, np.ndarray]:
+    """Token ids of documents in rows, as a capture lays them; `make_cache` takes them."""
+    tokens = [np.asarray(each, np.uint32) for each in documents]
+    rows = lay_rows(tokens, 0, LayoutSettings(kind, length, overlap))
+    return {name: getattr(rows, name) for name in _LAID}
+
+
+_LAID = ("tokens", "segments", "documents", "label_mask")
 
 
 def reading(**changes: Any) -> BatchSettings:

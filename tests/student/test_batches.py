@@ -9,8 +9,7 @@ import pytest
 
 import cache
 from cache.errors import CacheError
-from student import batches
-from student.batches import Batch, BatchSettings, check_settings, label_counts, read_batch
+from student.batches import Batch, BatchSettings, check_settings, read_batch
 from student.errors import ObjectiveError, StudentError
 from tests.cache.builder import Built, make_cache, same
 from tests.student.small import LENGTH, VOCABULARY, labels_of, make_student_cache, reading
@@ -172,18 +171,6 @@ def test_a_cut_keeps_the_last_label(sampled, length: int) -> None:
     if length < LENGTH:
         following = built.arrays["tokens"][:, length].astype(np.int32)
         assert same(batch.labels[last, -1], following[last])
-
-
-def test_label_counts(sampled, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, opened = sampled
-    rows = np.array([0, 3, 4, 5, 9, 20])
-    labels = built.arrays["label_mask"][rows]
-    for size in (1, 2, 4096):
-        monkeypatch.setattr(batches, "_SLICE", size)
-        assert label_counts(opened, rows, None) == (labels.sum(), labels.sum())
-        assert label_counts(opened, rows, 3) == (labels[:, :3].sum(), labels.sum())
-    assert labels[:, :3].sum() < labels.sum()
-    assert label_counts(opened, rows[:0], 3) == (0, 0)
 
 
 def _first_place(wrong: np.ndarray) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import cache
-from student.errors import ObjectiveError, StudentError
+from student.errors import ObjectiveError, RunError, StudentError
 from student.objectives import Objective
 from student.options import TrainOptions
 from student.plan import (
@@ -19,8 +20,11 @@ from student.plan import (
     objective_of,
     resolve_precision,
 )
+from student.run import open_run
+from student.trained import Checkpoint
+from student.trained import _plan as measured_with
 from tests.student import runs
-from tests.student.small import make_student_cache
+from tests.student.small import laid_rows, make_student_cache
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +89,15 @@ def test_the_length_cuts_labels_and_is_told(folder):
     plan = make_plan(asked(folder, length=5))
     rows = cache.open(folder / "sampled/cache").rows(plan.split.training, "label_mask")
     labels = rows["label_mask"] == 1
-    assert (plan.length, plan.labels) == (5, labels[:, :5].sum())
-    assert plan.cut_labels == labels[:, 5:].sum() > 0
-    told = f"--length 5 of 8: {plan.cut_labels} of {labels.sum()} training labels are left out."
+    assert (plan.length, plan.split.training_labels) == (5, labels[:, :5].sum())
+    assert plan.split.cut_labels == labels[:, 5:].sum() > 0
+    told = (
+        f"--length 5 of 8: {plan.split.cut_labels} of {labels.sum()} training labels are left out."
+    )
     assert told in notes(plan)
     whole = make_plan(asked(folder))
-    assert (whole.length, whole.labels, whole.cut_labels) == (8, labels.sum(), 0)
+    assert (whole.length, whole.split.training_labels) == (8, labels.sum())
+    assert whole.split.cut_labels == 0
     assert not any("--length" in note for note in notes(whole))
 
 
@@ -224,6 +231,51 @@ def test_what_decides_a_run(folder):
         assert {key for key in exact if changed[key] != exact[key]} == {name}
 
 
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """Ten documents, each twice, of 20 tokens in rows of 8 that repeat 6: 70 x 2 rows, 10 x 2 of
+    which have a label in their first 4 positions."""
+    corpus = [[6 * text + place % 6 for place in range(20)] for text in range(10)] * 2
+    folder = tmp_path_factory.mktemp("copied")
+    laid = laid_rows(corpus, overlap=6)
+    make_student_cache(folder / "copies", laid=laid, rows_per_shard=200)
+    return folder
+
+
+@pytest.mark.usefixtures("two")
+def test_copies_and_emptied_rows_are_told_and_decide(copied):
+    changes = {"held_out": 14.0}, {"length": 4}
+    told = [notes(make_plan(asked(copied, "copies", **each))) for each in changes]
+    same = "10 documents and {} rows are exact copies of others: copies stay on one side."
+    # Within a document, every third row is the same again.
+    assert same.format(110) in told[0]
+    assert same.format(10) in told[1]
+    assert not any("label left" in note for note in told[0])
+    assert "--length 4 of 8: 120 rows have no label left: left out." in told[1]
+    assert told[1][0].startswith("18 rows with 72 labels to train on, 2 with 8 held out, of 10 g")
+    plans = [make_plan(asked(copied, "copies", length=4, seed=seed)) for seed in (0, 0, 1)]
+    digests = [decides(plan)["split"] for plan in plans]
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.usefixtures("two")
+def test_a_run_from_before_copies_were_kept_together(copied, tmp_path):
+    """It had another split: neither training nor evaluating may take the one of now for it."""
+    plan = make_plan(asked(copied, "copies", length=4, out=str(tmp_path / "run")))
+    record = decides(plan)
+    before = {name: value for name, value in record.items() if name != "split"}
+    open_run(tmp_path / "run", before, {}).close()
+    with pytest.raises(RunError, match="split: other rows are held out, for copies were not look"):
+        open_run(tmp_path / "run", record, {})
+    for known, refused in ((before, True), (record, False)):
+        trained = Checkpoint(known, plan.options, 0, {}, nnx.Module(), ())
+        if refused:
+            with pytest.raises(RunError, match="was trained on some of the rows that would be mea"):
+                measured_with(trained)
+        else:
+            assert measured_with(trained).split.digest == plan.split.digest
+
+
 @pytest.mark.usefixtures("two")
 def test_whole_numbers_decide_as_the_command_line_gives_them(folder):
     """From Python `alpha=1` is what `--alpha 1` is on the command line, where it is 1.0."""
@@ -266,7 +318,9 @@ def test_the_mass_is_that_of_the_exact_entries(folder):
 def test_what_is_told(folder, changes, expected, warned):
     plan = make_plan(asked(folder, **changes), training=False)
     told = notes(plan)
-    assert told[0].startswith(f"18 rows with {plan.labels} labels to train on, 3 with ")
+    assert told[0].startswith(
+        f"18 rows with {plan.split.training_labels} labels to train on, 3 with "
+    )
     assert "1 rows have nothing to predict: left out." in told  # C16: row 5
     text = "\n".join(told)
     assert expected in text

@@ -1,5 +1,6 @@
 """Splits against a search through shared documents; what a seed decides; what is refused."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,11 @@ from hypothesis import strategies as st
 import cache
 from cache.errors import DamageError
 from cache.format import NO_DOCUMENT
-from cache.groups import DocumentGroups
+from cache.groups import Copies, DocumentGroups
 from student.errors import StudentError
 from student.split import Split, choose, split_rows
 from tests.cache.builder import Built, make_cache, same, shard_file
-from tests.student.small import make_student_cache
+from tests.student.small import VOCABULARY, laid_rows, make_student_cache
 
 _LENGTH, _DOCUMENTS = 4, 12
 
@@ -102,6 +103,102 @@ def _equal(left: Split, right: Split) -> bool:
     ]
     arrays = (left.training, right.training), (left.held_out, right.held_out)
     return numbers[0] == numbers[1] and all(same(*pair) for pair in arrays)
+
+
+# Documents of few tokens, so that many are the same, and some go on in a second row or a third.
+_CORPORA = st.lists(st.lists(st.integers(1, 2), max_size=9), min_size=1, max_size=10)
+
+
+def _pieces(laid: dict[str, np.ndarray]) -> list[list[tuple[int, list[int]]]]:
+    """The documents of each row, and their tokens in it."""
+    found = []
+    for tokens, documents in zip(laid["tokens"], laid["documents"], strict=True):
+        here: dict[int, list[int]] = {}
+        for token, document in zip(tokens.tolist(), documents.tolist(), strict=True):
+            if document != NO_DOCUMENT:
+                here.setdefault(document, []).append(token)
+        found.append(list(here.items()))
+    return found
+
+
+def _tied(laid: dict[str, np.ndarray], corpus: list[list[int]], length: int) -> list[set[int]]:
+    """The rows that hang together with each row, by merging sets until nothing changes."""
+    pieces = _pieces(laid)
+    labelled = {
+        document
+        for documents, mask in zip(laid["documents"].tolist(), laid["label_mask"], strict=True)
+        for document, label in zip(documents[:length], mask[:length], strict=True)
+        if label
+    }
+    keys = []
+    for row, here in enumerate(pieces):
+        key: set[object] = {("document", document) for document, _ in here}
+        key |= {("text", *corpus[document]) for document, _ in here if document in labelled}
+        if laid["label_mask"][row, :length].any():
+            kept = [tuple(laid[name][row, :length].tolist()) for name in ("tokens", "segments")]
+            key.add(("row", *kept))
+        keys.append(key)
+    tied = []
+    for row, key in enumerate(keys):
+        reached, size = set(key), -1
+        while len(reached) != size:
+            size = len(reached)
+            for other in keys:
+                if other & reached:
+                    reached |= other
+        tied.append({other for other in range(len(keys)) if keys[other] & reached} | {row})
+    return tied
+
+
+@settings(deadline=None)
+@given(_CORPORA, st.sampled_from(["pad", "pack"]), st.integers(1, 3), st.integers(1, 4), st.data())
+def test_copies_hang_together(corpus, kind: str, overlap: int, length: int, data) -> None:
+    laid = laid_rows(corpus, kind, _LENGTH, overlap)
+    rows = len(laid["tokens"])
+    groups, copies = DocumentGroups(rows, len(corpus)), Copies(rows, len(corpus))
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(rows - 1, 1)), max_size=2)) | {0, rows})
+    spans = list(pairwise(cuts))
+    for first, end in data.draw(st.permutations(spans)):
+        part = {name: values[first:end] for name, values in laid.items()}
+        labels = part["label_mask"] == 1
+        labels[:, length:] = False
+        groups.add(first, part["documents"], part["label_mask"])
+        copies.add(first, part, length, labels)
+    copied = groups.unite_copies(copies)
+    found = groups.of_rows()
+    for row, tied in enumerate(_tied(laid, corpus, length)):
+        if found[row] == -1:
+            assert (laid["segments"][row] == 0).all()
+        else:
+            assert set(np.flatnonzero(found == found[row]).tolist()) == tied
+    with_labels = np.unique(laid["documents"][:, :length][laid["label_mask"][:, :length] == 1])
+    assert copied[0] == len(with_labels) - len({tuple(corpus[each]) for each in with_labels})
+
+
+_TEXTS = [[60 - text - 2 * place for place in range(3 + text % 3)] for text in range(20)]
+
+
+@pytest.mark.parametrize("kind", ["pad", "pack"])
+@pytest.mark.parametrize("size", [8, 3])
+def test_the_same_text_is_on_one_side(tmp_path: Path, kind: str, size: int) -> None:
+    """Each text four times, whole in a row, or continued in a second row."""
+    corpus = [text for text in _TEXTS for _ in range(4)]
+    laid = laid_rows(corpus, kind, size)
+    made = make_cache(
+        tmp_path / "cache", laid=laid, length=size, vocabulary=VOCABULARY + 1, rows_per_shard=200
+    )
+    split = split_rows(cache.open(made.path), 0.2, 0)
+    assert len(split.held_out) > 0 < len(split.training)
+    sides = [
+        {tuple(corpus[document]) for row in rows for document, _ in _pieces(laid)[row]}
+        for rows in (split.training, split.held_out)
+    ]
+    assert sides[0]
+    assert sides[1]
+    assert not sides[0] & sides[1]
+    assert (split.copied_documents, split.other) == (60, True)
+    if kind == "pad":
+        assert split.copied_rows >= 60
 
 
 @settings(deadline=None)
@@ -214,6 +311,64 @@ def test_no_group_fits() -> None:
     with pytest.raises(StudentError, match="All of them are one such group"):
         choose(one, np.ones(5, np.uint32), 2, 0)
     assert len(choose(one, np.ones(5, np.uint32), 0, 0).training) == 5
+
+
+def test_copies_that_tie_everything_are_named(tmp_path: Path) -> None:
+    """Packed beside one text that is everywhere: one group. Padded, its own rows alone are."""
+    corpus = [document for text in range(8) for document in ([50, 51, 52], [text, 20, 21, 22, 23])]
+    for kind in ("pack", "pad"):
+        make_cache(tmp_path / kind, laid=laid_rows(corpus, kind), rows_per_shard=20)
+    with pytest.raises(
+        StudentError,
+        match=r"asks for 2 of 8 rows .* 7 documents and 0 rows are exact copies of others. All of "
+        "them are one such group: .* Ask for 0. Or take the copies out .* --layout pad",
+    ):
+        split_rows(cache.open(tmp_path / "pack"), 2, 0)
+    split = split_rows(cache.open(tmp_path / "pad"), 2, 0)
+    assert (len(split.held_out), split.groups, split.copied_rows) == (2, 9, 7)
+
+
+def test_what_has_no_label_ties_nothing(tmp_path: Path) -> None:
+    """One-token documents are the same everywhere, and so is padding."""
+    corpus = [document for text in range(8) for document in ([text, 20, 21], [50], [])]
+    made = make_cache(tmp_path / "cache", laid=laid_rows(corpus, "pack", 4), length=4)
+    split = split_rows(cache.open(made.path), 0.25, 0)
+    assert (split.groups, split.copied_documents, split.copied_rows) == (8, 0, 0)
+    assert not split.other
+
+
+def test_rows_that_are_the_same_as_far_as_they_are_used(tmp_path: Path) -> None:
+    corpus = [[1, 2, 3, 4, text] for text in range(10, 16)] + [[5, 6, text] for text in (7, 8)]
+    made = make_cache(tmp_path / "cache", laid=laid_rows(corpus))
+    opened = cache.open(made.path)
+    found = [split_rows(opened, 1, 0, length=length) for length in (None, 5, 3)]
+    assert [(each.groups, each.copied_rows) for each in found] == [(8, 0), (8, 0), (3, 5)]
+    assert [each.copied_documents for each in found] == [0, 0, 0]
+    assert [each.cut_labels for each in found] == [0, 0, 6]
+    assert [each.other for each in found] == [False, False, True]
+
+
+def test_rows_that_the_length_empties(tmp_path: Path) -> None:
+    """A continued document repeats 5 tokens: its first 4 positions have no label."""
+    corpus = [[6 * text + place % 6 for place in range(20)] for text in range(10)]
+    laid = laid_rows(corpus, "pad", 8, overlap=6)
+    made = make_cache(tmp_path / "cache", laid=laid, rows_per_shard=100)
+    opened = cache.open(made.path)
+    rows = len(laid["tokens"])
+    first = np.flatnonzero(laid["label_mask"][:, 0] == 1)
+    assert len(first) == 10 < rows
+    split = split_rows(opened, 3, 0, length=4)
+    both = np.sort(np.concatenate([split.training, split.held_out]))
+    assert both.tolist() == first.tolist()
+    assert (split.emptied_rows, split.rows_without_labels) == (rows - 10, rows - 10)
+    assert (split.training_labels, split.held_out_labels) == (7 * 4, 3 * 4)
+    assert split.other
+    whole = split_rows(opened, 3 * rows // 10, 0)
+    assert (whole.emptied_rows, whole.rows_without_labels, whole.other) == (0, 0, False)
+    continued = {name: values[laid["label_mask"][:, 0] == 0] for name, values in laid.items()}
+    made = make_cache(tmp_path / "continued", laid=continued, rows_per_shard=100)
+    with pytest.raises(StudentError, match="--length 4 leaves no label of any row"):
+        split_rows(cache.open(made.path), 0, 0, length=4)
 
 
 def test_no_labels() -> None:
