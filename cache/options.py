@@ -12,8 +12,11 @@ import tyro
 from cache.errors import CacheError
 
 
-def _unset(metavar: str, meaning: str) -> Any:
-    """How help shows an option that may be left out: what to write, and what not writing means."""
+def unset(metavar: str, meaning: str) -> Any:
+    """How help shows an option that may be left out: what to write, and what not writing means.
+
+    Such an option is None unless it is given, so that one without effect can be refused.
+    """
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(if unset: {meaning})")
 
 
@@ -26,13 +29,13 @@ class InspectOptions:
 
     cache: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CACHE")]
     """The cache: a local path, gs://…, s3://… or http://…."""
-    row: Annotated[int | None, _unset("ROW", "the summary")] = None
+    row: Annotated[int | None, unset("ROW", "the summary")] = None
     """Show one row: its documents and its text."""
-    position: Annotated[int | None, _unset("POSITION", "the whole row")] = None
+    position: Annotated[int | None, unset("POSITION", "the whole row")] = None
     """With --row: show the teacher's prediction at one position of it."""
-    shard: Annotated[int | None, _unset("SHARD", "the summary")] = None
+    shard: Annotated[int | None, unset("SHARD", "the summary")] = None
     """Show one shard: its receipt, rows, documents, timings and statistics."""
-    temperature: Annotated[float | None, _unset("FLOAT", "the lowest")] = None
+    temperature: Annotated[float | None, unset("FLOAT", "the lowest")] = None
     """With --position: the captured temperature of the probabilities."""
     files: bool = True
     """Look for missing files. Without, the summary of a finished cache reads one object alone."""
@@ -46,6 +49,10 @@ class InspectOptions:
             raise CacheError("--shard and --row exclude each other: ask for one of them.")
         if self.temperature is not None and self.position is None:
             raise CacheError("--temperature needs --position: it is of the probabilities there.")
+        if not self.files and (self.row is not None or self.shard is not None):
+            raise CacheError(
+                "--no-files is of the summary: leave it out, or --row, --position and --shard."
+            )
 
 
 @dataclass(frozen=True)
@@ -97,32 +104,32 @@ class DeriveOptions:
     """The caches to derive from, several are joined; and, last, where the new one goes. Folders,
     s3:// or gs:// addresses; sources also http://."""
 
-    k: Annotated[int | None, _unset("INT", "as many as there are")] = None
+    k: Annotated[int | None, unset("INT", "as many as there are")] = None
     """Entries per position, fewer than there are."""
-    exact: Annotated[int | None, _unset("INT", "those sure to be exact, at most half of --k")] = (
+    exact: Annotated[int | None, unset("INT", "those sure to be exact, at most half of --k")] = (
         None
     )
     """With a sampled tail and a smaller --k: at least so many entries stay exact."""
     tail: Literal["keep", "drop"] = "keep"
     """drop: only the exact entries, as `precompute --tail none` captures them; their number, --k,
     is by default that which every position is sure to have."""
-    temperatures: Annotated[tuple[float, ...] | None, _unset("FLOAT …", "all of them")] = None
+    temperatures: Annotated[tuple[float, ...] | None, unset("FLOAT …", "all of them")] = None
     """Temperatures to keep, of those that were captured."""
     logprobs: Annotated[
         Literal["rounded", "float16", "float32"] | None,
-        _unset("rounded|float16|float32", "as they are"),
+        unset("rounded|float16|float32", "as they are"),
     ] = None
     """How log-probs are stored: as they are or coarser."""
-    mantissa_bits: Annotated[int | None, _unset("INT", "as many as there are")] = None
+    mantissa_bits: Annotated[int | None, unset("INT", "as many as there are")] = None
     """Kept by `rounded`: as many as there are or fewer."""
-    rows: Annotated[str | None, _unset("FIRST:END", "all rows")] = None
+    rows: Annotated[str | None, unset("FIRST:END", "all rows")] = None
     """Only the rows FIRST to END - 1, numbered through all sources."""
-    sample: Annotated[float | None, _unset("SHARE|ROWS", "all rows")] = None
+    sample: Annotated[float | None, unset("SHARE|ROWS", "all rows")] = None
     """Only a random share of the rows (below 1), or so many rows at most. Rows that share
     documents stay together."""
-    seed: int = 0
+    seed: Annotated[int | None, unset("INT", "0")] = None
     """Of --sample, and of the entries that a smaller --k keeps of a sampled tail."""
-    rows_per_shard: Annotated[int | None, _unset("INT", "as in the sources")] = None
+    rows_per_shard: Annotated[int | None, unset("INT", "as in the sources")] = None
     """The unit of work, of retry and of checking: one file per array."""
 
     def __post_init__(self) -> None:
@@ -144,7 +151,7 @@ class DeriveOptions:
             "mantissa_bits",
             "between 1 and 10",
         )
-        demand(0 <= self.seed < 2**32, "seed", "between 0 and 2^32 - 1")
+        demand(0 <= self.draw_seed < 2**32, "seed", "between 0 and 2^32 - 1")
         demand(
             self.rows is None or re.fullmatch(r"[0-9]{0,18}:[0-9]{0,18}", self.rows) is not None,
             "rows",
@@ -158,6 +165,11 @@ class DeriveOptions:
             "sample",
             "a share below 1, or a whole number of rows",
         )
+
+    @property
+    def draw_seed(self) -> int:
+        """The seed of what is drawn at random."""
+        return 0 if self.seed is None else self.seed
 
     @property
     def sources(self) -> tuple[str, ...]:
