@@ -149,13 +149,16 @@ class PrecomputeOptions:
 
     def _check_effects(self) -> None:
         """Refuses options that would do nothing beside the others."""
-        for option, needed in (("exact", "tail"), ("seed", "tail"), ("mantissa_bits", "logprobs")):
-            value, only = getattr(self, option), "sampled" if needed == "tail" else "rounded"
-            if value is not None and getattr(self, needed) != only:
+        for option, needed, only in (
+            ("exact", "tail", "sampled"),
+            ("seed", "tail", "sampled"),
+            ("mantissa_bits", "logprobs", "rounded"),
+        ):
+            value, found = getattr(self, option), getattr(self, needed)
+            if value is not None and found != only:
                 raise CaptureError(
                     f"--{option.replace('_', '-')} {value} is of --{needed} {only} and does nothing "
-                    f"with --{needed} {getattr(self, needed)}. Leave it out, or give --{needed} "
-                    f"{only}."
+                    f"with --{needed} {found}. Leave it out, or give --{needed} {only}."
                 )
         if self.tail == "sampled" and self.k < 2:
             raise CaptureError(
@@ -272,6 +275,12 @@ def read_options(path: str | Path) -> dict[str, Any]:
         raise CaptureError(
             f"the config file {path} has unknown options: {', '.join(unknown)}. "
             f"There are: {', '.join(sorted(known))}."
+        )
+    tables = sorted(name for name, value in values.items() if isinstance(value, dict))
+    if tables:
+        raise CaptureError(
+            f"the config file {path} has a table for {', '.join(tables)}; expected a value, such as "
+            f"{tables[0]} = …"
         )
     if isinstance(values.get("temperatures"), list):
         values["temperatures"] = tuple(values["temperatures"])

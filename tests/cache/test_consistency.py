@@ -41,7 +41,7 @@ def test_sound_shards_have_no_finding(logprobs: str, tail: str, scale: float) ->
         {"k": 60},
         {"k": 1},
         {"k": 60, "tail": "sampled"},
-        {"k": 1, "tail": "sampled"},
+        {"k": 3, "tail": "sampled"},
         {"temperatures": (0.5, 3.0)},
         {"tail": "sampled", "temperatures": (2.0,)},
         {"vocabulary": 2, "k": 1},
