@@ -167,7 +167,9 @@ def _masses(
         tail = tails[..., encoding.temperatures.index(1.0)]
         mass = np.exp(np.minimum(tail, 0))
         # The tail's own rounding, the steps of float16 near 0 included.
-        rounded = np.expm1(encoding.tail_error * np.abs(np.where(np.isfinite(tail), tail, 0)) + 2.0**-25)
+        rounded = np.expm1(
+            encoding.tail_error * np.abs(np.where(np.isfinite(tail), tail, 0)) + 2.0**-25
+        )
         slack = bound + mass * rounded
         wrong = label & ~(np.abs(total + mass - 1) <= slack)
         yield from _report("tail_logprobs", wrong, "exact mass + tail mass is not 1")

@@ -59,8 +59,8 @@ def recipe_of(
     )
     if options.seed is not None and options.sample is None and not recipe.draws:
         raise CacheError(
-            f"--seed {options.seed} does nothing here: nothing is drawn at random. Leave it out; it "
-            "is of --sample, and of a smaller --k of a sampled tail."
+            f"--seed {options.seed} does nothing here: nothing is drawn at random. Leave it out; "
+            "it is of --sample, and of a smaller --k of a sampled tail."
         )
     return recipe
 

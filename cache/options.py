@@ -106,9 +106,7 @@ class DeriveOptions:
 
     k: Annotated[int | None, unset("INT", "as many as there are")] = None
     """Entries per position, fewer than there are."""
-    exact: Annotated[int | None, unset("INT", "those sure to be exact, at most half of --k")] = (
-        None
-    )
+    exact: Annotated[int | None, unset("INT", "those sure to be exact, at most half of --k")] = None
     """With a sampled tail and a smaller --k: at least so many entries stay exact."""
     tail: Literal["keep", "drop"] = "keep"
     """drop: only the exact entries, as `precompute --tail none` captures them; their number, --k,

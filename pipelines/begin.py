@@ -200,8 +200,8 @@ def _vocabulary(
     draws = options.k - options.captured_exact
     if draws > MAX_DRAWS:
         raise CaptureError(
-            f"--k {options.k} with --exact {options.captured_exact} leaves {draws} sampled entries; "
-            f"at most {MAX_DRAWS} are possible. Lower --k or raise --exact."
+            f"--k {options.k} with --exact {options.captured_exact} leaves {draws} sampled "
+            f"entries; at most {MAX_DRAWS} are possible. Lower --k or raise --exact."
         )
     return vocabulary
 

@@ -157,8 +157,8 @@ class PrecomputeOptions:
             value, found = getattr(self, option), getattr(self, needed)
             if value is not None and found != only:
                 raise CaptureError(
-                    f"--{option.replace('_', '-')} {value} is of --{needed} {only} and does nothing "
-                    f"with --{needed} {found}. Leave it out, or give --{needed} {only}."
+                    f"--{option.replace('_', '-')} {value} is of --{needed} {only} and does "
+                    f"nothing with --{needed} {found}. Leave it out, or give --{needed} {only}."
                 )
         if self.tail == "sampled" and self.k < 2:
             raise CaptureError(
@@ -279,8 +279,8 @@ def read_options(path: str | Path) -> dict[str, Any]:
     tables = sorted(name for name, value in values.items() if isinstance(value, dict))
     if tables:
         raise CaptureError(
-            f"the config file {path} has a table for {', '.join(tables)}; expected a value, such as "
-            f"{tables[0]} = …"
+            f"the config file {path} has a table for {', '.join(tables)}; expected a value, such "
+            f"as {tables[0]} = …"
         )
     if isinstance(values.get("temperatures"), list):
         values["temperatures"] = tuple(values["temperatures"])

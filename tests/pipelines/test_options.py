@@ -28,7 +28,7 @@ def options(**changes) -> PrecomputeOptions:
         ({"k": 4, "exact": 4}, "--exact 4 should be less than --k 4: with --tail sampled"),
         ({"k": 1}, "--k 1 with --tail sampled leaves no entry to draw.* --k 2 or more, or --tail"),
         ({"k": 1, "exact": 1}, "--k 1 with --tail sampled leaves no entry to draw"),
-        ({"tail": "none", "exact": 4}, "--exact 4 is of --tail sampled and does nothing with --tai"),
+        ({"tail": "none", "exact": 4}, "--exact 4 is of --tail sampled and does nothing"),
         ({"tail": "none", "exact": 8}, "--exact 8 is of --tail sampled"),
         ({"tail": "none", "seed": 0}, "--seed 0 is of --tail sampled .* or give --tail sampled"),
         ({"logprobs": "float32", "mantissa_bits": 3}, "--mantissa-bits 3 is of --logprobs rounded"),

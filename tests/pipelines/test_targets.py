@@ -115,7 +115,11 @@ def test_against_float64(vocabulary, k, tail):
     labels = np.append(rng.integers(0, vocabulary, positions - 1), -1)
     temperatures = (0.5, 1.0, 2.0, 4.0) if tail == "none" else (2.0,)
     settings = TargetSettings(
-        k=k, vocabulary=vocabulary, tail=tail, exact=min(4, max(k - 1, 1)), temperatures=temperatures
+        k=k,
+        vocabulary=vocabulary,
+        tail=tail,
+        exact=min(4, max(k - 1, 1)),
+        temperatures=temperatures,
     )
     targets = run(logits, settings, labels)
     check_exact(logits, targets, settings, labels)
