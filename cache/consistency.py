@@ -119,6 +119,10 @@ def _entries(arrays: Mapping[str, np.ndarray], encoding: Encoding) -> Iterator[t
     yield from _report("target_ids", late, "an entry behind an empty slot")
     if encoding.tail == "none":
         yield from _report("target_ids", rest, "a sampled entry in a cache without samples")
+    else:
+        outside = (arrays["tail_logprobs"] > -np.inf).any(axis=-1)
+        undrawn = label & outside & ~rest.any(axis=-1)
+        yield from _report("exact_counts", undrawn, "no sampled entry, yet the tail has mass")
     backwards = rest[..., 1:] & rest[..., :-1] & (ids[..., 1:] <= ids[..., :-1])
     yield from _report("target_ids", backwards, "sampled ids should ascend")
     # Empty slots get distinct negative numbers, so that only real ids can be equal.
@@ -163,7 +167,9 @@ def _masses(
         tail = tails[..., encoding.temperatures.index(1.0)]
         mass = np.exp(np.minimum(tail, 0))
         # The tail's own rounding, the steps of float16 near 0 included.
-        rounded = np.expm1(2.0**-11 * np.abs(np.where(np.isfinite(tail), tail, 0)) + 2.0**-25)
+        rounded = np.expm1(
+            encoding.tail_error * np.abs(np.where(np.isfinite(tail), tail, 0)) + 2.0**-25
+        )
         slack = bound + mass * rounded
         wrong = label & ~(np.abs(total + mass - 1) <= slack)
         yield from _report("tail_logprobs", wrong, "exact mass + tail mass is not 1")

@@ -54,6 +54,11 @@ class Recipe:
             after.logprobs,
         ) and (before.logprobs != "rounded" or before.mantissa_bits == after.mantissa_bits)
 
+    @property
+    def draws(self) -> bool:
+        """Whether entries of a sampled tail are drawn from again."""
+        return self.wanted.tail == "sampled" and self.wanted.k < self.source.k
+
 
 def derive_rows(
     arrays: Mapping[str, np.ndarray], rows: Int64[np.ndarray, " row"], recipe: Recipe
@@ -79,7 +84,7 @@ def derive_rows(
     _check_exact(count, ids, wanted, recipe.exact)
     heads = np.minimum(count, wanted.k)
     slots = np.broadcast_to(np.arange(wanted.k), (len(ids), wanted.k))
-    if wanted.tail == "sampled" and wanted.k < source.k:
+    if recipe.draws:
         weights = log_weights(logprobs, ids >= 0, count, tails[:, 0], wanted.temperatures[0])
         bits = position_bits(recipe.key, rows, source.length)[label]
         entries = (ids >= 0).sum(axis=-1)

@@ -155,7 +155,7 @@ def _plan(options: DeriveOptions, recorded: list[dict[str, Any]]) -> _Plan:
     manifest = Manifest(
         encoding=recipe.wanted,
         capture={
-            **first_one.capture,
+            **first_one.as_read.capture,
             "exact": recipe.exact,
             DERIVED: {
                 "version": _VERSION,
@@ -232,14 +232,12 @@ def _source(manifest: Manifest, sha256: str) -> dict[str, Any]:
 
 def _operations(recipe: Recipe, options: DeriveOptions) -> dict[str, Any]:
     """What was drawn at random, and how far log-probs may be off; the encoding says the rest."""
-    source, wanted = recipe.source, recipe.wanted
-    drawn = wanted.tail == "sampled" and wanted.k < source.k
     found: dict[str, Any] = {}
     if options.sample is not None:
         found["sample"] = options.sample
-    if drawn or options.sample is not None:
-        found["seed"] = options.seed
-    if recipe.error != wanted.relative_error:
+    if recipe.draws or options.sample is not None:
+        found["seed"] = options.draw_seed
+    if recipe.error != recipe.wanted.relative_error:
         found["relative_error"] = recipe.error
     return found
 

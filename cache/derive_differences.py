@@ -38,6 +38,7 @@ def differences(found: Manifest, wanted: Manifest, sources: Sequence[str]) -> li
 
 
 def _without(manifest: Manifest) -> Manifest:
+    manifest = manifest.as_read
     capture = {name: value for name, value in manifest.capture.items() if name != DERIVED}
     return replace(manifest, capture=capture)
 

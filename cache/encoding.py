@@ -43,6 +43,10 @@ def to_float16(values: Float32[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     return clipped.astype(np.float16)
 
 
+def _tails(values: Float32[np.ndarray, "..."], encoding: Encoding) -> Float[np.ndarray, "..."]:
+    return values if encoding.tail_dtype == "float32" else to_float16(values)
+
+
 def encode_shard(
     rows: Mapping[str, Integer[np.ndarray, "row position"]],
     targets: Mapping[str, Any],
@@ -84,9 +88,9 @@ def encode_shard(
         "target_logprobs": encode_logprobs(targets["logprobs"], encoding),
         "exact_counts": targets["exact_counts"],
         # A tail that holds nearly all the mass may come out above 1 by a rounding.
-        "tail_logprobs": to_float16(np.minimum(targets["tail_logprobs"], np.float32(0))),
+        "tail_logprobs": _tails(np.minimum(targets["tail_logprobs"], np.float32(0)), encoding),
         "label_logprobs": targets["label_logprobs"],
-        "entropy": to_float16(targets["entropy"]),
+        "entropy": _tails(targets["entropy"], encoding),
     }
     always = ("tokens", "segments", "documents", "label_mask")
     encoded = {}

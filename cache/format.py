@@ -21,7 +21,7 @@ row of every other array which cache and row it is of (seals.py).
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +46,8 @@ PARTS = "parts"
 SEALS = "seals"
 
 NO_DOCUMENT = 0xFFFFFFFF
+# What a reader of a cache with float32 tails must know of; others would take them for float16.
+WIDE_TAILS = "float32_tails"
 # uint32 ids with the largest kept free; a limit far above any tokenizer's.
 MOST_VOCABULARY = 2**31
 
@@ -134,6 +136,8 @@ class Encoding:
       rows_per_shard: rows of a shard, the unit of work, retry and checking.
       rows_per_example: 1, or 2 for preference pairs, which nothing may separate.
       sealed: whether there are seals; caches of format 1.0 have none.
+      wide_tails: whether tails and entropy are float32 where log-probs are; not so in caches from
+        before there was this field.
     """
 
     length: int
@@ -146,6 +150,7 @@ class Encoding:
     rows_per_shard: int = 256
     rows_per_example: int = 1
     sealed: bool = True
+    wide_tails: bool = True
 
     def __post_init__(self) -> None:
         def demand(holds: bool, name: str, expected: str) -> None:
@@ -206,6 +211,25 @@ class Encoding:
         return "float32" if self.logprobs == "float32" else "float16"
 
     @property
+    def tail_dtype(self) -> str:
+        """Of the tails' log-masses and of entropy."""
+        return self.logprob_dtype if self.wide_tails else "float16"
+
+    @property
+    def tail_error(self) -> float:
+        """Largest relative rounding error of a stored tail's log-mass, and of entropy."""
+        return 2.0**-24 if self.tail_dtype == "float32" else 2.0**-11
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What a reader must know of, beyond the first version of the format."""
+        return (WIDE_TAILS,) if self.tail_dtype == "float32" else ()
+
+    def in_format_of(self, other: Encoding) -> Encoding:
+        """This encoding as a cache has it that was begun as `other`: its format stays."""
+        return replace(self, sealed=other.sealed, wide_tails=other.wide_tails)
+
+    @property
     def relative_error(self) -> float:
         """Largest relative rounding error of a stored log-prob of an entry."""
         return {"float32": 2.0**-24, "float16": 2.0**-11}.get(
@@ -225,9 +249,9 @@ class Encoding:
             "target_ids": (*ids, ("k",)),
             "target_logprobs": (self.logprob_dtype, nan, ("k",)),
             "exact_counts": (*count, ()),
-            "tail_logprobs": ("float16", nan, ("temperature",)),
+            "tail_logprobs": (self.tail_dtype, nan, ("temperature",)),
             "label_logprobs": ("float32", nan, ()),
-            "entropy": ("float16", nan, ()),
+            "entropy": (self.tail_dtype, nan, ()),
         }
         sizes = {"k": self.k, "temperature": len(self.temperatures)}
         return {
@@ -263,6 +287,8 @@ class Encoding:
         if not self.sealed:
             # Says nothing where format 1.0 said nothing: the identity of such a cache stays.
             del value["sealed"]
+        if self.tail_dtype == "float16":
+            del value["wide_tails"]
         return value
 
     @classmethod
@@ -284,6 +310,8 @@ class Encoding:
             rows_per_shard=fields.integer("rows_per_shard"),
             rows_per_example=fields.integer("rows_per_example"),
             sealed=fields.flag("sealed", False),
+            # Where log-probs are float16 it says nothing, and is not there.
+            wide_tails=fields.flag("wide_tails", value["logprobs"] != "float32"),
         )
 
 

@@ -100,7 +100,7 @@ def _advice(sources: Sequence[Cache], rows_per_shard: int | None) -> str:
         manifest = replace(
             source.manifest,
             encoding=recipe.wanted,
-            capture={**source.manifest.capture, "exact": recipe.exact},
+            capture={**source.manifest.as_read.capture, "exact": recipe.exact},
             state="open",
             run="x",
         )
@@ -128,6 +128,7 @@ def _settings(source: Cache, rows_per_shard: int | None) -> dict[str, Any]:
 
 
 def _settings_of(manifest: Manifest, rows_per_shard: int | None) -> dict[str, Any]:
+    manifest = manifest.as_read
     encoding = replace(manifest.encoding, sealed=True)
     if rows_per_shard is not None:
         encoding = replace(encoding, rows_per_shard=rows_per_shard)

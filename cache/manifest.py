@@ -26,6 +26,7 @@ from cache.format import (
     MANIFEST,
     RECEIPTS,
     VERSION,
+    WIDE_TAILS,
     WORK,
     Encoding,
 )
@@ -128,7 +129,6 @@ class Manifest:
       first_shard, first_document: of an open one: where the extent that it fills begins.
       extents, receipts, accounting, statistics: of a complete cache.
       bytes: total size of each array's files, by name; of a complete cache.
-      required_features: what a reader must know of to read the cache rightly.
     """
 
     encoding: Encoding
@@ -146,7 +146,6 @@ class Manifest:
     accounting: dict[str, Any] = field(default_factory=dict)
     statistics: Statistics | None = None
     bytes: dict[str, int] = field(default_factory=dict)
-    required_features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("teacher", "tokenizer"):
@@ -219,6 +218,44 @@ class Manifest:
         return [extent.corpus or self.corpus for extent in self.extents]
 
     @property
+    def nothing_drawn(self) -> bool:
+        """Whether all entries are exact although the tail is called sampled.
+
+        Captures could once be asked for as many exact entries as there are entries.
+        """
+        exact = self.capture.get("exact")
+        sampled = self.encoding.tail == "sampled"
+        return sampled and isinstance(exact, int) and exact >= self.encoding.k
+
+    @property
+    def as_read(self) -> Manifest:
+        """The manifest with settings that say what the cache holds; of another identity.
+
+        Of a cache of which nothing was drawn, those of exact entries; and without mantissa bits
+        that a rounding does not use. Of most caches the manifest itself.
+        """
+        encoding, capture = self.encoding, self.capture
+        if encoding.logprobs != "rounded":
+            encoding = replace(encoding, mantissa_bits=Encoding.mantissa_bits)
+        if self.nothing_drawn:
+            encoding = replace(encoding, tail="none")
+            capture = {**capture, "exact": encoding.k, "seed": 0}
+        return replace(self, encoding=encoding, capture=capture)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What its user should know, a sentence or two each."""
+        if not self.nothing_drawn:
+            return ()
+        at = f"{self.encoding.temperatures[0]:g}"
+        return (
+            f"The tail is called sampled, but nothing was drawn: --exact was all of --k "
+            f"{self.encoding.k}. It is read as the exact entries that it holds, and the rest as "
+            "one class, which is biased: captured again with a smaller --exact it is not. To make "
+            f"shards of it again, give --tail none --temperatures {at} in place of --tail sampled.",
+        )
+
+    @property
     def command(self) -> str:
         """The command that made the cache; of an open manifest, the one that fills it."""
         if self.run.startswith(COPY_RUN):
@@ -279,7 +316,7 @@ class Manifest:
         content: dict[str, Any] = {
             "format": FORMAT,
             "version": list(VERSION),
-            "required_features": list(self.required_features),
+            "required_features": list(self.encoding.features),
             "state": self.state,
             "encoding": self.encoding.to_json(),
             "capture": self.capture,
@@ -357,7 +394,6 @@ class Manifest:
                 name: fields.fields("software").text(name) for name in fields.object("software")
             },
             "state": state,
-            "required_features": tuple(fields.list_of("required_features", str)),
         }
         if state == "open":
             begins = "first_shard" in fields.value
@@ -400,7 +436,7 @@ def _check_version(fields: Fields, what: str, edited: bool) -> None:
             f"{what} has format version {'.'.join(map(str, version))}; this Stillroom reads "
             f"version {VERSION[0]}.x. Update Stillroom to read a newer cache.",
         )
-    unknown = fields.list_of("required_features", str)
+    unknown = sorted(set(fields.list_of("required_features", str)) - {WIDE_TAILS})
     if unknown:
         raise OtherFormatError(
             edited,

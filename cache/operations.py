@@ -34,8 +34,9 @@ def recipe_of(
     Raises:
       CacheError: it cannot be made from what the sources hold; says why.
     """
-    source = replace(manifests[0].encoding, sealed=True)
-    sure = manifests[0].capture.get("exact")
+    first = manifests[0].as_read
+    source = replace(first.encoding, sealed=True)
+    sure = first.capture.get("exact")
     k, exact = _entries(source, sure if isinstance(sure, int) else source.k, options)
     logprobs, bits = _rounding(source, options)
     wanted = replace(
@@ -48,14 +49,20 @@ def recipe_of(
         rows_per_shard=options.rows_per_shard or source.rows_per_shard,
     )
     error = max(manifest.relative_error for manifest in manifests)
-    return Recipe(
+    recipe = Recipe(
         source=source,
         wanted=wanted,
         exact=exact,
         source_error=error,
         error=_error(source, wanted, error),
-        key=draw_key(options.seed, digests),
+        key=draw_key(options.draw_seed, digests),
     )
+    if options.seed is not None and options.sample is None and not recipe.draws:
+        raise CacheError(
+            f"--seed {options.seed} does nothing here: nothing is drawn at random. Leave it out; "
+            "it is of --sample, and of a smaller --k of a sampled tail."
+        )
+    return recipe
 
 
 def _error(source: Encoding, wanted: Encoding, before: float) -> float:
@@ -98,11 +105,6 @@ def _entries(source: Encoding, sure: int, options: DeriveOptions) -> tuple[int, 
                 "--exact needs a smaller --k: entries that stay keep their exact values."
             )
         return source.k, sure
-    if sure >= source.k:
-        raise CacheError(
-            "--k: nothing was sampled in this cache, though its tail is called sampled: --exact "
-            "was all of its --k. Ask for --tail drop as well."
-        )
     if k < 2:
         raise CacheError(
             "--k 1 leaves no entry for the sampled tail. Ask for at least 2, or --tail drop."
@@ -212,7 +214,7 @@ def sample_rows(
     _, group, sizes = np.unique(of_rows[usable], return_inverse=True, return_counts=True)
     sizes = sizes * per_example
     wanted = _sampled(options.sample or 1.0, int(sizes.sum()), sizes)
-    chosen = usable[fill_up(seeded_order(len(sizes), options.seed), sizes, wanted)[group]]
+    chosen = usable[fill_up(seeded_order(len(sizes), options.draw_seed), sizes, wanted)[group]]
     return (first + chosen[:, None] * per_example + np.arange(per_example)).ravel()
 
 

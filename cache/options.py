@@ -41,6 +41,10 @@ class InspectOptions:
             raise CacheError("--shard and --row exclude each other: ask for one of them.")
         if self.temperature is not None and self.position is None:
             raise CacheError("--temperature needs --position: it is of the probabilities there.")
+        if not self.files and (self.row is not None or self.shard is not None):
+            raise CacheError(
+                "--no-files is of the summary: leave it out, or --row, --position and --shard."
+            )
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,8 @@ class DeriveOptions:
     sample: Annotated[float | None, tyro.conf.arg(metavar="SHARE|ROWS")] = None
     """Only a random share of the rows (below 1), or so many rows at most. Rows that share
     documents stay together. Unset: all rows."""
-    seed: int = 0
-    """Of --sample, and of the entries that a smaller --k keeps of a sampled tail."""
+    seed: int | None = None
+    """Of --sample, and of the entries that a smaller --k keeps of a sampled tail. Unset: 0."""
     rows_per_shard: int | None = None
     """The unit of work, of retry and of checking: one file per array. Unset: as in the sources."""
 
@@ -135,7 +139,7 @@ class DeriveOptions:
             "mantissa_bits",
             "between 1 and 10",
         )
-        demand(0 <= self.seed < 2**32, "seed", "between 0 and 2^32 - 1")
+        demand(0 <= self.draw_seed < 2**32, "seed", "between 0 and 2^32 - 1")
         demand(
             self.rows is None or re.fullmatch(r"[0-9]{0,18}:[0-9]{0,18}", self.rows) is not None,
             "rows",
@@ -149,6 +153,11 @@ class DeriveOptions:
             "sample",
             "a share below 1, or a whole number of rows",
         )
+
+    @property
+    def draw_seed(self) -> int:
+        """The seed of what is drawn at random."""
+        return 0 if self.seed is None else self.seed
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -67,7 +67,8 @@ class Cache:
         self._store = store
         self._copy = copy
         self.manifest = manifest
-        self._specs = manifest.encoding.arrays()
+        self._encoding = manifest.as_read.encoding
+        self._specs = self._encoding.arrays()
         self._identities = manifest.identities()
         # Opened arrays, by place and name.
         self._arrays: dict[tuple[str, str], Any] = {}
@@ -99,7 +100,8 @@ class Cache:
 
     @property
     def encoding(self) -> Encoding:
-        return self.manifest.encoding
+        """What the cache holds: `Manifest.as_read`'s."""
+        return self._encoding
 
     @property
     def fields(self) -> tuple[str, ...]:

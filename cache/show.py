@@ -28,6 +28,7 @@ def _report(report: Report) -> str:
         f"{one_line(report.location)}: {report.state}, {report.shards:,} shards, "
         f"{report.bytes:,} bytes of arrays; checked {depth}"
     ]
+    lines += [f"note: {note}" for note in report.notes]
     if report.sound:
         advice = "" if report.full else " (--full reads every byte)"
         return "\n".join([*lines, f"sound{advice}"])
@@ -110,6 +111,7 @@ def _summary(view: dict[str, Any]) -> str:
                 )
             )
     lines = _table(rows)
+    lines += [f"note: {note}" for note in view["notes"]]
     if shards["missing"]:
         lines.append(f"missing: shards {listed(shards['missing'])}")
     lines += [f"damaged: {one_line(item)}" for item in (shards["damaged"] or ())[:LISTED]]

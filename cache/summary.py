@@ -55,7 +55,8 @@ def summary(location: str, files: bool = True) -> dict[str, Any]:
     """
     store = Store(location)
     manifest, _ = read_manifest(store)
-    encoding = manifest.encoding
+    settings = manifest.as_read
+    encoding = settings.encoding
     view: dict[str, Any] = {
         "view": "summary",
         "cache": store.location,
@@ -71,7 +72,8 @@ def summary(location: str, files: bool = True) -> dict[str, Any]:
             "documents": manifest.documents,
         },
         "encoding": encoding.to_json(),
-        "capture": manifest.capture,
+        "capture": settings.capture,
+        "notes": list(manifest.notes),
         "shards": _shards(store, manifest, files),
     }
     if manifest.state == "complete" and manifest.statistics is not None:

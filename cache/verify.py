@@ -47,6 +47,7 @@ class Report:
       repaired: shards whose receipts were removed.
       mended: keys of objects that were put right or removed.
       makers: which commands make the repaired shards again, a sentence each.
+      notes: what is no damage and yet worth knowing, a sentence or two each.
     """
 
     location: str
@@ -58,6 +59,7 @@ class Report:
     repaired: tuple[int, ...] = ()
     mended: tuple[str, ...] = ()
     makers: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def sound(self) -> bool:
@@ -133,6 +135,7 @@ def verify(
         repaired=repaired,
         mended=mended,
         makers=tuple(makers(manifest, repaired)),
+        notes=manifest.notes,
     )
 
 
@@ -230,9 +233,8 @@ def _data_damage(
         yield from (damage_at(receipt, name, "not what its seals say") for name in broken)
         if broken:
             return
-    found = list(
-        inconsistencies(values, manifest.encoding, manifest.documents, manifest.relative_error)
-    )
+    encoding = manifest.as_read.encoding
+    found = list(inconsistencies(values, encoding, manifest.documents, manifest.relative_error))
     yield from (damage_at(receipt, name, reason) for name, reason in found)
     if found:
         return

@@ -34,13 +34,16 @@ def agree(store: Store, wanted: Manifest, corpus: Corpus) -> Manifest:
 
 
 def _differences(store: Store, found: Manifest, wanted: Manifest, corpus: Corpus) -> Iterator[str]:
-    if not found.encoding.sealed:
-        # A cache of format 1.0 stays one.
-        wanted = replace(wanted, encoding=replace(wanted.encoding, sealed=False))
-    yield from setting_differences(found, wanted)
+    yield from settings_apart(found, wanted)
     yield from _corpus_differences(store, found, wanted, corpus)
     if found.state == "open":
         yield from _release_differences(found, wanted)
+
+
+def settings_apart(found: Manifest, wanted: Manifest) -> Iterator[str]:
+    """What differs between a cache and a capture in all but the corpus and the format."""
+    wanted = replace(wanted, encoding=wanted.encoding.in_format_of(found.encoding))
+    return setting_differences(found.as_read, wanted.as_read)
 
 
 def work_differences(found: Manifest, wanted: Manifest) -> list[str]:

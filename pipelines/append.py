@@ -9,7 +9,7 @@ from cache.format import WORK
 from cache.manifest import Manifest, read_manifest
 from cache.provenance import DERIVED
 from cache.storage import Store
-from pipelines.agreement import setting_differences, work_differences
+from pipelines.agreement import settings_apart, work_differences
 from pipelines.begin import (
     Wanted,
     again,
@@ -62,19 +62,20 @@ def append(options: AppendOptions) -> Outcome:
     check_runner(asked)
     with named_by_manifest(options.teacher is None and options.tokenizer is None):
         wanted = what_is_wanted(asked)
-    opened = replace(
-        wanted.manifest,
-        encoding=replace(wanted.manifest.encoding, sealed=complete.encoding.sealed),
-        first_shard=complete.shards,
-        first_document=complete.documents or 0,
-    )
-    differences = list(setting_differences(complete, opened))
+    differences = list(settings_apart(complete, wanted.manifest))
     if differences:
         lines = "\n".join(f"  {line}" for line in differences)
         raise CaptureError(
             f"these documents cannot be added to {store.location} as it was made:\n{lines}\n"
             "Use the same teacher on the same kind of device. Nothing was changed."
         )
+    opened = replace(
+        wanted.manifest,
+        encoding=complete.encoding,
+        capture=complete.capture,
+        first_shard=complete.shards,
+        first_document=complete.documents or 0,
+    )
     extent = _extent_with(complete, wanted)
     if extent is None:
         if store.read(WORK) is None:

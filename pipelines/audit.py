@@ -271,7 +271,7 @@ def _notes(manifest: Manifest, options: AuditOptions, comparable: bool) -> list[
         before, now = manifest.software.get(name), metadata.version(name)
         if before not in (None, now):
             notes.append(f"The capture ran with {name} {before}, this is {now}.")
-    if manifest.encoding.tail == "sampled" and not comparable:
+    if manifest.as_read.encoding.tail == "sampled" and not comparable:
         notes.append("The sampled entries are not compared: they were drawn from another cache.")
     return notes
 

@@ -15,7 +15,7 @@ from cache.provenance import Recomputed
 # micro-batches, devices or releases. Largest and mean; derived in the README of benchmarks/. What
 # storing explains is allowed on top: see `compare_log_probs`. `audit --help` states them too.
 BOUNDS = {"float32": (1e-3, 1e-4), "bfloat16": (2.0, 5e-2)}
-# Half a step of float16, relative: what entropy and the tail's log-mass are rounded to.
+# Half a step of float16, relative: the coarsest that tails are rounded to.
 _FLOAT16 = 2.0**-11
 # More than any chain of roundings is off by, relative.
 _MOST_ERROR = 0.5
@@ -70,8 +70,9 @@ def compare_log_probs(
 ) -> list[Difference]:
     """Differences in log-probs, the mass of the tail, and entropy.
 
-    What storing rounded is allowed for: of log-probs of entries r |log p|; of entropy half a step
-    of float16; of the tail's log-mass the same, and in a derived cache what `tail_error` says.
+    What storing rounded is allowed for: of log-probs of entries r |log p|; of entropy
+    `Encoding.tail_error`, half a step of its type; of the tail's log-mass the same, and in a
+    derived cache what `tail_error` says.
 
     Args:
       stored: arrays of a cache, [row, position, ...].
@@ -99,14 +100,14 @@ def compare_log_probs(
         # No mass at all on both sides is equal; a mass of nothing is compared as one of e^-20.
         before, again = np.maximum(before, -20.0), np.maximum(again, -20.0)
         name = f"tail log-mass at temperature {temperature:g}"
-        allowed = _FLOAT16 * np.abs(again)
+        allowed = encoding.tail_error * np.abs(again)
         if recomputed.times:
             logprobs, counts = fresh["logprobs"].astype(np.float64), fresh["exact_counts"]
             allowed = allowed + tail_error(logprobs, counts, again, temperature, recomputed)
         found.append(_summary(name, before, again, same_head, allowed))
     again = fresh["entropy"].astype(np.float64)
     before = stored["entropy"].astype(np.float64)
-    found.append(_summary("entropy", before, again, label, _FLOAT16 * np.abs(again)))
+    found.append(_summary("entropy", before, again, label, encoding.tail_error * np.abs(again)))
     return found
 
 
@@ -123,7 +124,7 @@ def tail_error(
     1 - e^t' = (1 - e^t) / (1 + S_D / S_K), S being sums of e^(log p_i / T): of a stored t and of
     stored log-probs, off by at most r |log p_i| each. So
 
-    - a relative error of t, half a step of float16, becomes no greater one of t', since
+    - a relative error of t, at most half a step of float16, becomes no greater one of t', since
       |t| e^t / (1 - e^t) grows with t: |t'| 2^-11 for each time.
     - S_K is off by a factor of at most e^A = Σ_K s_i e^(r |log p_i| / T), s_i = p_i^(1/T) / S_K.
       Of S_D only the mass W is known, from above: n entries, none likelier than the last of K, and

@@ -197,10 +197,11 @@ def _vocabulary(
         )
     if options.k > vocabulary:
         raise CaptureError(f"--k {options.k} is more than the vocabulary of {vocabulary} tokens.")
-    if options.tail == "sampled" and options.k - options.exact > MAX_DRAWS:
+    draws = options.k - options.captured_exact
+    if draws > MAX_DRAWS:
         raise CaptureError(
-            f"--k {options.k} with --exact {options.exact} leaves {options.k - options.exact} "
-            f"sampled entries; at most {MAX_DRAWS} are possible. Lower --k or raise --exact."
+            f"--k {options.k} with --exact {options.captured_exact} leaves {draws} sampled "
+            f"entries; at most {MAX_DRAWS} are possible. Lower --k or raise --exact."
         )
     return vocabulary
 
@@ -213,14 +214,13 @@ def _encoding(options: PrecomputeOptions, vocabulary: int) -> Encoding:
         tail=options.tail,
         temperatures=options.captured_temperatures,
         logprobs=options.logprobs,
-        mantissa_bits=options.mantissa_bits,
+        mantissa_bits=options.captured_mantissa_bits,
         rows_per_shard=options.rows_per_shard,
     )
 
 
 def _capture(options: PrecomputeOptions, parts: PartSettings) -> dict[str, Any]:
     """Every setting beside the encoding that decides the bytes of a cache."""
-    sampled = options.tail == "sampled"
     backend, devices = _backend(options)
     return {
         "layout": parts.layout.kind,
@@ -228,8 +228,8 @@ def _capture(options: PrecomputeOptions, parts: PartSettings) -> dict[str, Any]:
         "bos": parts.bos,
         "eos": parts.eos,
         "documents_per_part": parts.documents_per_part,
-        "exact": options.exact if sampled else options.k,
-        "seed": options.seed if sampled else 0,
+        "exact": options.captured_exact,
+        "seed": options.captured_seed,
         "precision": options.precision,
         "micro_batch": options.micro_batch,
         "chunk": options.chunk,

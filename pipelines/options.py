@@ -19,6 +19,10 @@ LOCAL = "local"
 # With a sampled tail the weights hold at one temperature only. With exact entries these
 # are what the sources train at; each costs two bytes a position.
 _TEMPERATURES = {"sampled": (1.0,), "none": (1.0, 2.0, 4.0)}
+# Sampling keeps as many tokens exact as are likely enough; these are kept in any case.
+_MOST_EXACT = 8
+# 0.3 % total variation on average.
+_MANTISSA_BITS = 6
 
 
 @dataclass(frozen=True)
@@ -84,18 +88,20 @@ class PrecomputeOptions:
     # Targets.
     k: int = 32
     """Entries per position. 32, 8 of them exact, takes about 80 bytes per token."""
-    exact: int = 8
-    """With a sampled tail: at least so many entries are the exact most likely tokens."""
+    exact: int | None = None
+    """With a sampled tail: at least so many entries are the exact most likely tokens. Fewer than
+    --k: one at least stands for all other tokens. Unset: half of --k, at most 8."""
     tail: Literal["sampled", "none"] = "sampled"
     """sampled: the rest of the k entries are an unbiased sample. none: all are exact (top-k)."""
     temperatures: tuple[float, ...] | None = None
     """Temperatures at which students can train. Unset: 1 with a sampled tail, else 1, 2 and 4."""
-    seed: int = 0
-    """Of the sampled tail."""
+    seed: int | None = None
+    """Of the sampled tail. Unset: 0."""
     logprobs: Literal["rounded", "float16", "float32"] = "rounded"
-    """How log-probs are stored; rounded: float16 with fewer mantissa bits."""
-    mantissa_bits: int = 6
-    """Kept by `rounded`: 0.3 % total variation on average."""
+    """How log-probs are stored; rounded: float16 with fewer mantissa bits. The tail's mass and the
+    entropy are float32 with float32, else float16."""
+    mantissa_bits: int | None = None
+    """Kept by `rounded`. Unset: 6, which is 0.3 % total variation on average."""
 
     # Work.
     micro_batch: int = 4
@@ -128,25 +134,70 @@ class PrecomputeOptions:
 
         for option in ("dataset", "teacher", "out"):
             demand(bool(getattr(self, option).strip()), option, "given")
-        for option in ("k", "exact", "micro_batch", "chunk", "rows_per_shard"):
+        for option in ("k", "micro_batch", "chunk", "rows_per_shard"):
             demand(getattr(self, option) >= 1, option, "at least 1")
         for option in ("documents_per_part", "workers", "overlap"):
             demand(getattr(self, option) >= 1, option, "at least 1")
-        for option in ("limit", "vocabulary"):
+        for option in ("limit", "vocabulary", "exact"):
             value = getattr(self, option)
             demand(value is None or value >= 1, option, "at least 1")
         demand(self.length >= 2, "length", "at least 2")
         demand(self.overlap < self.length, "overlap", f"less than --length {self.length}")
-        demand(0 <= self.seed < 2**32, "seed", "between 0 and 2^32 - 1")
-        demand(1 <= self.mantissa_bits <= 10, "mantissa_bits", "between 1 and 10")
-        if self.tail == "sampled":
-            demand(self.exact <= self.k, "exact", f"at most --k {self.k}")
+        demand(0 <= self.captured_seed < 2**32, "seed", "between 0 and 2^32 - 1")
+        demand(1 <= self.captured_mantissa_bits <= 10, "mantissa_bits", "between 1 and 10")
+        self._check_effects()
         if self.temperatures is not None:
             good = all(math.isfinite(value) and value > 0 for value in self.temperatures)
             demand(good and len(self.temperatures) > 0, "temperatures", "above 0")
             one = self.tail == "none" or len(set(self.temperatures)) == 1
             demand(one, "temperatures", "one temperature when the tail is sampled")
         _check_runner(self.runner, self.workers, self.beam_options)
+
+    def _check_effects(self) -> None:
+        """Refuses options that would do nothing beside the others."""
+        for option, needed, only in (
+            ("exact", "tail", "sampled"),
+            ("seed", "tail", "sampled"),
+            ("mantissa_bits", "logprobs", "rounded"),
+        ):
+            value, found = getattr(self, option), getattr(self, needed)
+            if value is not None and found != only:
+                raise CaptureError(
+                    f"--{option.replace('_', '-')} {value} is of --{needed} {only} and does "
+                    f"nothing with --{needed} {found}. Leave it out, or give --{needed} {only}."
+                )
+        if self.tail == "sampled" and self.k < 2:
+            raise CaptureError(
+                "--k 1 with --tail sampled leaves no entry to draw: the one is the most likely "
+                "token. Give --k 2 or more, or --tail none, which keeps exact entries alone."
+            )
+        if self.tail == "sampled" and self.captured_exact >= self.k:
+            raise CaptureError(
+                f"--exact {self.captured_exact} should be less than --k {self.k}: with --tail "
+                "sampled at least one entry stands for all tokens that are not exact. Lower "
+                "--exact, raise --k, or give --tail none, which keeps exact entries alone."
+            )
+
+    @property
+    def captured_exact(self) -> int:
+        """The least number of exact entries: all of --k without a sampled tail.
+
+        With one, as given; else half of --k, at most 8 and at least 1: 8 from --k 16 on, so that
+        something is drawn wherever there are more tokens than entries.
+        """
+        if self.tail == "none":
+            return self.k
+        return max(min(_MOST_EXACT, self.k // 2), 1) if self.exact is None else self.exact
+
+    @property
+    def captured_seed(self) -> int:
+        """The seed of the sampled tail; 0 without one."""
+        return 0 if self.seed is None else self.seed
+
+    @property
+    def captured_mantissa_bits(self) -> int:
+        """Mantissa bits that `rounded` keeps; as if unset with another rounding."""
+        return _MANTISSA_BITS if self.mantissa_bits is None else self.mantissa_bits
 
     @property
     def captured_temperatures(self) -> tuple[float, ...]:
@@ -258,6 +309,12 @@ def read_options(path: str | Path) -> dict[str, Any]:
         raise CaptureError(
             f"the config file {path} has unknown options: {', '.join(unknown)}. "
             f"There are: {', '.join(sorted(known))}."
+        )
+    tables = sorted(name for name, value in values.items() if isinstance(value, dict))
+    if tables:
+        raise CaptureError(
+            f"the config file {path} has a table for {', '.join(tables)}; expected a value, such "
+            f"as {tables[0]} = …"
         )
     if isinstance(values.get("temperatures"), list):
         values["temperatures"] = tuple(values["temperatures"])

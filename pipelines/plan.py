@@ -75,14 +75,15 @@ class Plan:
 
     @property
     def targets(self) -> TargetSettings:
-        encoding = self.manifest.encoding
+        manifest = self.manifest.as_read
+        encoding, capture = manifest.encoding, manifest.capture
         return TargetSettings(
             k=encoding.k,
-            exact=self.manifest.capture["exact"],
+            exact=capture["exact"],
             tail=encoding.tail,
             temperatures=encoding.temperatures,
             vocabulary=encoding.vocabulary,
-            seed=self.manifest.capture["seed"],
+            seed=capture["seed"],
             chunk=self.options.chunk,
         )
 
@@ -110,7 +111,10 @@ def options_of(manifest: Manifest, **given: Any) -> PrecomputeOptions:
       manifest: of the cache.
       given: what the manifest does not say (dataset, teacher, out), or should be otherwise.
     """
+    manifest = manifest.as_read
     encoding, capture = manifest.encoding, manifest.capture
+    # Options that do nothing beside these are left out.
+    sampled, rounded = encoding.tail == "sampled", encoding.logprobs == "rounded"
     copied = ("layout", "overlap", "documents_per_part", "precision", "micro_batch", "chunk")
     settings: dict[str, Any] = {
         **{name: capture[name] for name in copied},
@@ -119,12 +123,12 @@ def options_of(manifest: Manifest, **given: Any) -> PrecomputeOptions:
         "bos": "on" if capture["bos"] else "off",
         "eos": "on" if capture["eos"] else "off",
         "k": encoding.k,
-        "exact": min(capture["exact"], encoding.k),
+        "exact": capture["exact"] if sampled else None,
         "tail": encoding.tail,
         "temperatures": encoding.temperatures,
-        "seed": capture["seed"],
+        "seed": capture["seed"] if sampled else None,
         "logprobs": encoding.logprobs,
-        "mantissa_bits": encoding.mantissa_bits,
+        "mantissa_bits": encoding.mantissa_bits if rounded else None,
         "rows_per_shard": encoding.rows_per_shard,
         "shard_teacher": capture["teacher_devices"] > 1,
     }

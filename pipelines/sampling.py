@@ -70,7 +70,7 @@ def head_counts(
       following: the next logit; -inf if there is none.
       mass_beyond: sum of exp((logit - following) / temperature) over all but the top k.
       temperature: the capture temperature.
-      exact: least number of exact entries, `1 <= exact <= k`.
+      exact: least number of exact entries, `1 <= exact < k`.
 
     Returns:
       the counts; where nothing lies beyond the top k, the number of tokens there are.

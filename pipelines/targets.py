@@ -37,7 +37,8 @@ class TargetSettings:
             raise CaptureError(f'tail is {self.tail!r}; allowed are "none" and "sampled"')
         _check_temperatures(self.temperatures, self.tail)
         if self.tail == "sampled":
-            _check_whole("exact", self.exact, 1, self.k, "k")
+            _check_whole("k", self.k, 2, self.vocabulary, "the vocabulary")
+            _check_whole("exact", self.exact, 1, self.k - 1, "k - 1")
             if self.k - self.exact > MAX_DRAWS:
                 raise CaptureError(
                     f"k - exact is {self.k - self.exact} sampled entries per position; "
@@ -104,7 +105,7 @@ def select_targets(
     ids, exact_counts = ranking.ids, possible
     if settings.tail == "sampled":
         (t,) = settings.temperatures
-        ids, exact_counts = _sample(blocks, ranking, possible, block_mass[t], settings, bits)
+        ids, exact_counts = _sample(blocks, ranking, block_mass[t], settings, bits)
     tails = [
         _log_tail(ranking, beyond[t], exact_counts, t) - log_z[t] for t in settings.temperatures
     ]
@@ -238,13 +239,11 @@ def _entropy(ranking, mass_beyond, moment_beyond, log_z):
     return log_z - (moment + beyond) * jnp.exp(-log_z)
 
 
-def _sample(blocks, ranking, possible, block_mass, settings, bits):
+def _sample(blocks, ranking, block_mass, settings, bits):
     """(ids, exact counts) with the entries behind the head drawn from the tail."""
     if bits is None:
         raise ValueError("a sampled tail needs bits: pass pipelines.sampling.position_bits(...)")
     (temperature,) = settings.temperatures
-    if settings.exact == settings.k:
-        return ranking.ids, possible
     mass = jnp.sum(block_mass, axis=1)
     heads = head_counts(ranking.logits, ranking.following, mass, temperature, settings.exact)
     drawn = draw_tail(

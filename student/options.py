@@ -78,11 +78,11 @@ class TrainOptions:
     weights. bucket: the exact entries and the rest as one more class. renormalise: the exact
     entries alone, as if they were all. auto: sampled if the cache has a sampled tail, else
     bucket."""
-    divergence: Divergence = "forward"
+    divergence: Divergence | None = None
     """Of bucket and renormalise. forward: KL(teacher, student). reverse: KL(student, teacher).
-    js: Jensen-Shannon with --beta. tv: total variation."""
-    beta: float = 0.5
-    """Weight of the teacher in the mixture of --divergence js; above 0, below 1."""
+    js: Jensen-Shannon with --beta. tv: total variation. Unset: forward, all that sampled has."""
+    beta: float | None = None
+    """Weight of the teacher in the mixture of --divergence js; above 0, below 1. Unset: 0.5."""
     temperature: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """A captured temperature. Unset: the capture's first."""
     alpha: float = 0.5
@@ -126,8 +126,8 @@ class TrainOptions:
     # Tracking.
     track: tuple[Tracker, ...] = ()
     """Write curves for TensorBoard or Weights & Biases, too. Needs the extra `tracking`."""
-    project: str = "stillroom"
-    """Project of Weights & Biases."""
+    project: str | None = None
+    """Project of Weights & Biases. Unset: stillroom."""
 
     def __post_init__(self) -> None:
         demand = _Demand(self)
@@ -143,7 +143,7 @@ class TrainOptions:
         whole = self.held_out < 1 or self.held_out == int(self.held_out)
         demand(whole, "held_out", "a share below 1, or a whole number of rows")
         demand(0 <= self.seed < 2**32, "seed", "between 0 and 2^32 - 1")
-        demand(0 < self.beta < 1, "beta", "above 0 and below 1")
+        demand(0 < self.mixture < 1, "beta", "above 0 and below 1")
         demand(0 <= self.alpha <= 1, "alpha", "between 0 and 1")
         for name in ("learning_rate", "temperature"):
             value = getattr(self, name)
@@ -159,6 +159,43 @@ class TrainOptions:
                 f"--batch {self.batch} cannot be cut into --accumulation {self.accumulation} "
                 "equal micro-batches. Change one so that it divides."
             )
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """Refuses options that would do nothing beside the others."""
+        if self.beta is not None and self.divergence != "js":
+            raise StudentError(
+                f"--beta {self.beta:g} is of --divergence js and does nothing with --divergence "
+                f"{self.divergence or 'forward'}. Leave it out, or give --divergence js."
+            )
+        if self.labels_alone:
+            for name in ("objective", "divergence", "temperature"):
+                value = getattr(self, name)
+                if value not in (None, "auto"):
+                    raise StudentError(
+                        f"--{name} {value} does nothing with --alpha 1, which uses the labels "
+                        "alone. Leave it out, or lower --alpha, or give an --alpha-end below 1."
+                    )
+        if self.evaluate_every is not None and not self.held_out:
+            raise StudentError(
+                f"--evaluate-every {self.evaluate_every} does nothing with --held-out 0: there are "
+                "no rows to evaluate on. Leave it out, or hold some rows out."
+            )
+        if self.project is not None and "wandb" not in self.track:
+            raise StudentError(
+                f"--project {self.project} is of Weights & Biases. Leave it out, or give --track "
+                "wandb."
+            )
+
+    @property
+    def labels_alone(self) -> bool:
+        """Whether nothing of the teacher is learnt at any step."""
+        return self.alpha == 1 and self.alpha_end in (None, 1)
+
+    @property
+    def mixture(self) -> float:
+        """The weight of the teacher in the mixture of --divergence js."""
+        return 0.5 if self.beta is None else self.beta
 
 
 @dataclass(frozen=True)
@@ -192,6 +229,11 @@ class EvaluateOptions:
         demand(bool(self.run.strip()), "run", "given")
         demand(self.batch >= 1, "batch", "at least 1")
         _check_checkpoint(demand, self.checkpoint)
+        if self.teacher_revision is not None and self.teacher is None:
+            raise StudentError(
+                f"--teacher-revision {self.teacher_revision} is of --teacher. Leave it out, or "
+                "give --teacher."
+            )
 
 
 @dataclass(frozen=True)

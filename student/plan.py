@@ -22,7 +22,7 @@ from student.batches import (
     check_settings,
     read_batch,
 )
-from student.errors import StudentError
+from student.errors import ObjectiveError, StudentError
 from student.evaluation import Measures, kl_objective
 from student.input import InputSettings, held_out_batches
 from student.objectives import Objective, choose
@@ -152,6 +152,7 @@ def make_plan(
     check_settings(cache, BatchSettings(cache.encoding.vocabulary, options.length, targets=False))
     devices = tuple(jax.local_devices())
     if training:
+        _check_teaches(objective, cache)
         check_batch(options.batch, options.accumulation, len(devices))
     split = split_rows(
         cache,
@@ -185,11 +186,30 @@ def objective_of(options: TrainOptions, cache: Cache) -> Objective:
       ObjectiveError: the cache cannot serve it.
     """
     chosen = choose(
-        cache.encoding, options.objective, options.divergence, options.beta, options.temperature
+        cache.encoding,
+        options.objective,
+        options.divergence or "forward",
+        options.mixture,
+        options.temperature,
     )
-    if options.alpha == 1 and options.alpha_end in (None, 1):
-        return Objective("labels", no_id=chosen.no_id)
-    return chosen
+    return Objective("labels", no_id=chosen.no_id) if options.labels_alone else chosen
+
+
+def _check_teaches(objective: Objective, cache: Cache) -> None:
+    """Refuses an objective without a gradient: renormalised, one entry alone is always all.
+
+    Raises:
+      ObjectiveError: every position has one exact entry.
+    """
+    statistics = cache.manifest.statistics
+    if objective.kind != "renormalise" or statistics is None or not statistics.labels:
+        return
+    if statistics.exact_entries <= statistics.labels:
+        better = "sampled" if cache.encoding.tail == "sampled" else "bucket"
+        raise ObjectiveError(
+            "--objective renormalise learns nothing from this cache: every position has one exact "
+            f"entry, which renormalised has all the probability. Use --objective {better}."
+        )
 
 
 def resolve_precision(precision: str, devices: Iterable[Any]) -> str:

@@ -218,6 +218,11 @@ def _scratch(options: TrainOptions, cache: Cache) -> _Start:
                 f"{option} {given} is for students from a checkpoint; {options.student} starts "
                 "from scratch. Leave it out."
             )
+    if options.trim_vocabulary:
+        raise StudentError(
+            f"--trim-vocabulary does nothing for {options.student}: a student from scratch has as "
+            "many rows as the cache has token ids. Leave it out."
+        )
     encoding = cache.encoding
     config = scratch_config(options.student, encoding.vocabulary, encoding.length)
     model = Decoder(config, rngs=nnx.Rngs(options.seed))

@@ -180,7 +180,7 @@ class _Session:
                 open_trackers(
                     self._options.track,
                     run.folder,
-                    self._options.project,
+                    self._options.project or "stillroom",
                     settings,
                     self._past(start),
                 )

@@ -13,6 +13,8 @@ from flax import nnx
 
 import decoder
 from cache.errors import CacheError, DamageError
+from cache.manifest import read_manifest
+from cache.storage import Store
 from decoder import Decoder, OwnSettings
 from student.checkpoints import Checkpoints
 from student.errors import RunError, StudentError
@@ -79,8 +81,11 @@ def _options(folder: Path, record: dict[str, Any], cache: str | None) -> TrainOp
     """The run's options: what decided it from its record; of sessions/ only the cache's place."""
     known = {field.name for field in fields(TrainOptions)} - {"cache"}
     given = {name: value for name, value in record.items() if name in known}
+    # What the record holds of options that did nothing is not given.
     if given.get("objective") == "labels":
-        given |= {"objective": "auto", "divergence": "forward", "beta": 0.5, "temperature": None}
+        given |= {"objective": "auto", "divergence": None, "temperature": None}
+    if given.get("divergence") != "js":
+        given["beta"] = None
     place = last_options(folder).get("cache") if cache is None else cache
     if not isinstance(place, str):
         raise RunError(
@@ -147,7 +152,12 @@ def evaluate(
 def _plan(trained: Checkpoint) -> Plan:
     try:
         identity = trained.record["cache"]["identity"]
-        plan = make_plan(trained.options, training=False, identity=identity)
+        options = trained.options
+        manifest, _ = read_manifest(Store(options.cache))
+        if options.objective == "sampled" and manifest.nothing_drawn:
+            # A run from when such a cache passed for a sampled one: measured by what it holds.
+            options = replace(options, objective="auto")
+        plan = make_plan(options, training=False, identity=identity)
     except DamageError:
         raise
     except CacheError as error:

@@ -181,12 +181,16 @@ def position_targets(
 
 
 def open_manifest(
-    encoding: Encoding, tokenizer: Mapping[str, bytes], documents: int, run: str = "run-1"
+    encoding: Encoding,
+    tokenizer: Mapping[str, bytes],
+    documents: int,
+    run: str = "run-1",
+    exact: int = 2,
 ) -> Manifest:
     """An open manifest of a made-up teacher whose corpus digest is known."""
     return Manifest(
         encoding=encoding,
-        capture={"layout": "pack", "exact": 2, "precision": "float32", "seed": 0},
+        capture={"layout": "pack", "exact": exact, "precision": "float32", "seed": 0},
         teacher={
             "source": "made-up/teacher",
             "revision": None,
@@ -245,7 +249,8 @@ def make_cache(
     store = Store(str(folder))
     tokenizer = _write_tokenizer(folder)
     real = laid["documents"][laid["segments"] > 0]
-    manifest = open_manifest(encoding, tokenizer, int(real.max()) + 1 if real.size else 0)
+    documents = int(real.max()) + 1 if real.size else 0
+    manifest = open_manifest(encoding, tokenizer, documents, exact=exact)
     assert store.create(MANIFEST, manifest.to_bytes())
     create_arrays(store, encoding, rows)
     shards = encoding.shards(rows)

@@ -41,7 +41,7 @@ def test_sound_shards_have_no_finding(logprobs: str, tail: str, scale: float) ->
         {"k": 60},
         {"k": 1},
         {"k": 60, "tail": "sampled"},
-        {"k": 1, "tail": "sampled"},
+        {"k": 3, "tail": "sampled"},
         {"temperatures": (0.5, 3.0)},
         {"tail": "sampled", "temperatures": (2.0,)},
         {"vocabulary": 2, "k": 1},
@@ -252,6 +252,12 @@ def test_each_rule_finds_what_it_is_for(rule: str) -> None:
             lambda arrays, at: arrays["target_ids"][at].__setitem__(4, 65535),
             ("target_ids", "an entry behind an empty slot"),
         ),
+        (
+            lambda arrays, at: arrays["target_ids"][at].__setitem__(
+                slice(arrays["exact_counts"][at], None), 65535
+            ),
+            ("exact_counts", "no sampled entry, yet the tail has mass"),
+        ),
     ],
 )
 def test_rules_of_sampled_entries(change: Any, finding: tuple[str, str]) -> None:
@@ -262,6 +268,18 @@ def test_rules_of_sampled_entries(change: Any, finding: tuple[str, str]) -> None
     change(arrays, (row, position))
     found = _found(arrays, encoding)
     assert [(name, reason[: len(finding[1])]) for name, reason in found] == [finding]
+
+
+def test_nothing_drawn_in_a_cache_with_samples() -> None:
+    """A position whose entries are all exact, in a cache of a capture that always draws."""
+    encoding = make_encoding(tail="sampled")
+    arrays, plain = _arrays(encoding), _arrays(make_encoding(temperatures=(1.0,)))
+    place = _place(arrays)
+    for name in ("target_ids", "target_logprobs", "exact_counts", "tail_logprobs"):
+        arrays[name][place] = plain[name][place]
+    ((name, reason),) = _found(arrays, encoding)
+    assert name == "exact_counts"
+    assert reason.startswith("no sampled entry, yet the tail has mass at 1 places")
 
 
 def test_samples_in_a_cache_without(exact_cache: Built) -> None:

@@ -12,8 +12,10 @@ import xarray
 import zarr
 
 import cache
+from cache.derive import derive
 from cache.errors import CacheError
 from cache.format import MOST_VOCABULARY, Encoding, group_metadata, receipt_key
+from cache.options import DeriveOptions
 from cache.seals import seal_rows
 from cache.shards import array_objects
 from cache.storage import Store, encode_chunk
@@ -54,6 +56,62 @@ def test_ids_have_room_for_an_illegal_one(vocabulary: int, dtype: str, illegal: 
     for name in ("tokens", "target_ids"):
         spec = encoding.arrays()[name]
         assert (spec.dtype, spec.fill) == (dtype, illegal)
+
+
+@pytest.mark.parametrize("logprobs", ["rounded", "float16"])
+def test_tails_of_float16_caches_are_float16_and_named_nowhere(logprobs: Any) -> None:
+    encoding = make_encoding(logprobs=logprobs)
+    assert encoding.tail_dtype == "float16"
+    assert encoding.features == ()
+    assert "wide_tails" not in encoding.to_json()
+    assert Encoding.from_json(encoding.to_json()) == encoding
+
+
+def test_tails_are_float32_where_log_probs_are(tmp_path: Path) -> None:
+    built = make_cache(tmp_path / "c", logprobs="float32")
+    for name in ("target_logprobs", "tail_logprobs", "label_logprobs", "entropy"):
+        assert built.encoding.arrays()[name].dtype == "float32"
+        group: Any = zarr.open_group(str(tmp_path / "c/arrays"), mode="r")
+        assert group[name].dtype == np.float32
+    label = built.arrays["label_mask"] == 1
+    for name in ("tail_logprobs", "entropy"):
+        assert same(built.arrays[name][label], built.targets[name][label])
+        assert (built.arrays[name][label].astype(np.float16) != built.arrays[name][label]).any()
+    assert cache.verify(tmp_path / "c", full=True).sound
+    content = json.loads((tmp_path / "c/manifest.json").read_text())
+    assert content["required_features"] == ["float32_tails"]
+    assert content["encoding"]["wide_tails"] is True
+    assert content["arrays"]["tail_logprobs"]["dtype"] == "float32"
+    assert cache.open(tmp_path / "c").encoding == built.encoding
+
+
+def test_float32_caches_from_before_keep_their_float16_tails(tmp_path: Path) -> None:
+    built = make_cache(tmp_path / "c", logprobs="float32", wide_tails=False)
+    content = json.loads((tmp_path / "c/manifest.json").read_text())
+    assert "wide_tails" not in content["encoding"]
+    assert content["required_features"] == []
+    assert built.arrays["tail_logprobs"].dtype == built.arrays["entropy"].dtype == np.float16
+    opened = cache.open(tmp_path / "c")
+    assert opened.encoding == built.encoding
+    rows = opened.rows(slice(None))
+    assert all(same(rows[name], built.arrays[name]) for name in opened.fields)
+    assert cache.verify(tmp_path / "c", full=True).sound
+    options = DeriveOptions((str(tmp_path / "c"), str(tmp_path / "d")), k=3)
+    derived = derive(options).cache
+    assert derived.encoding.tail_dtype == "float16"
+    assert cache.verify(derived.location, full=True).sound
+
+
+@pytest.mark.parametrize("k", [3, 6])
+def test_what_is_derived_keeps_the_type_of_tails(tmp_path: Path, k: int) -> None:
+    for name, asked in (("whole", {}), ("coarse", {"logprobs": "float16"})):
+        built = make_cache(tmp_path / f"{name}/c", logprobs="float32", tail="sampled")
+        places = (str(built.path), str(tmp_path / f"{name}/d"))
+        derived = derive(DeriveOptions(places, k=k, **asked)).cache  # type: ignore[arg-type]
+        expected = "float32" if name == "whole" else "float16"
+        assert derived.rows([0], "tail_logprobs")["tail_logprobs"].dtype == expected
+        assert derived.manifest.encoding.tail_dtype == expected
+        assert cache.verify(derived.location, full=True).sound
 
 
 @pytest.mark.parametrize("vocabulary", [0, -1, MOST_VOCABULARY + 1])

@@ -65,7 +65,10 @@ def test_what_is_asked_of_exact_entries(
         (32, 8, {"k": 32, "exact": 8}, (32, 8, "sampled")),
         (32, 8, {"tail": "drop"}, (8, 8, "none")),
         (32, 8, {"tail": "drop", "k": 3}, (3, 3, "none")),
-        (8, 8, {"tail": "drop", "k": 3}, (3, 3, "none")),
+        (8, 7, {"k": 7}, (7, 3, "sampled")),
+        (8, 7, {"k": 2}, (2, 1, "sampled")),
+        (8, 8, {}, (8, 8, "none")),
+        (8, 8, {"k": 3}, (3, 3, "none")),
     ],
 )
 def test_what_is_asked_of_a_sampled_tail(
@@ -106,7 +109,11 @@ def test_what_exact_entries_cannot_give(
         (32, 8, {"exact": 4}, "--exact needs a smaller --k"),
         (32, 8, {"tail": "drop", "k": 9}, "more than the 8 entries of which it is sure"),
         (32, 8, {"tail": "drop", "exact": 2}, "with --tail drop all entries are exact"),
-        (8, 8, {"k": 4}, "nothing was sampled in this cache"),
+        (8, 8, {"tail": "drop"}, "the cache has no sampled tail; all entries are exact"),
+        (8, 8, {"exact": 4, "k": 6}, "all entries of the cache are exact"),
+        (32, 8, {"seed": 3}, "--seed 3 does nothing here"),
+        (32, 8, {"seed": 0, "tail": "drop", "k": 3}, "--seed 0 does nothing here"),
+        (8, 8, {"seed": 0, "k": 4}, "--seed 0 does nothing here"),
         (32, 8, {"temperatures": (2.0,)}, "should be some of 1"),
     ],
 )

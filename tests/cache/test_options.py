@@ -65,6 +65,8 @@ def test_copy_lines() -> None:
         ({"shard": 1, "row": 1, "position": 1}, "--shard and --row exclude each other"),
         ({"temperature": 2.0}, "--temperature needs --position"),
         ({"temperature": 2.0, "row": 1}, "--temperature needs --position"),
+        ({"files": False, "row": 1}, "--no-files is of the summary"),
+        ({"files": False, "shard": 0}, "--no-files is of the summary"),
     ],
 )
 def test_what_does_not_go_together(fields: dict[str, int], message: str) -> None:

@@ -81,11 +81,14 @@ def options(folder: Path, out: str | Path = "cache", **changes: Any) -> Precompu
         write_tiny_teacher(folder / "teacher")
     if not (folder / "corpus.jsonl").exists():
         write_corpus(folder / "corpus.jsonl", texts())
+    settings = dict(SETTINGS)
+    if changes.get("tail") == "none":
+        del settings["exact"]
     given = {
         "dataset": str(folder / "corpus.jsonl"),
         "teacher": str(folder / "teacher"),
         "out": str(folder / out),
-        **SETTINGS,
+        **settings,
         **changes,
     }
     return PrecomputeOptions(**given)

@@ -48,7 +48,7 @@ def test_the_manifest_is_stored_before_anything_is_done(tmp_path):
 
 
 def test_settings_that_decide_nothing_are_canonical(tmp_path):
-    made = plan(tmp_path, tail="none", seed=7, exact=3)
+    made = plan(tmp_path, tail="none", k=4)
     assert made.manifest.capture["seed"] == 0
     assert made.manifest.capture["exact"] == 4 == made.targets.exact
 

@@ -24,7 +24,16 @@ def options(**changes) -> PrecomputeOptions:
         ({"out": ""}, "--out should be given"),
         ({"k": 0}, "--k should be at least 1, found 0"),
         ({"exact": 0}, "--exact should be at least 1"),
-        ({"k": 4, "exact": 5}, "--exact should be at most --k 4, found 5"),
+        ({"k": 4, "exact": 5}, "--exact 5 should be less than --k 4: with --tail sampled"),
+        ({"k": 4, "exact": 4}, "--exact 4 should be less than --k 4: with --tail sampled"),
+        ({"k": 1}, "--k 1 with --tail sampled leaves no entry to draw.* --k 2 or more, or --tail"),
+        ({"k": 1, "exact": 1}, "--k 1 with --tail sampled leaves no entry to draw"),
+        ({"tail": "none", "exact": 4}, "--exact 4 is of --tail sampled and does nothing"),
+        ({"tail": "none", "exact": 8}, "--exact 8 is of --tail sampled"),
+        ({"tail": "none", "seed": 0}, "--seed 0 is of --tail sampled .* or give --tail sampled"),
+        ({"logprobs": "float32", "mantissa_bits": 3}, "--mantissa-bits 3 is of --logprobs rounded"),
+        ({"logprobs": "float16", "mantissa_bits": 6}, "--mantissa-bits 6 is of --logprobs rounded"),
+        ({"runner": "DaskRunner", "workers": 2}, "--workers 2 is of --runner local"),
         ({"length": 1}, "--length should be at least 2"),
         ({"overlap": 0}, "--overlap should be at least 1"),
         ({"length": 8, "overlap": 8}, "--overlap should be less than --length 8, found 8"),
@@ -52,8 +61,20 @@ def test_what_cannot_be_is_refused_by_its_name(changes, message):
         options(**changes)
 
 
-def test_exact_may_exceed_k_where_all_entries_are_exact():
-    assert options(tail="none", k=4, exact=8).k == 4
+@pytest.mark.parametrize(
+    ("k", "exact"),
+    [(2, 1), (3, 1), (4, 2), (8, 4), (9, 4), (15, 7), (16, 8), (17, 8), (32, 8), (128, 8)],
+)
+def test_the_least_number_of_exact_entries_follows_k(k, exact):
+    assert options(k=k).captured_exact == exact
+    assert options(k=k, tail="none").captured_exact == k
+    assert options(k=k, exact=k - 1).captured_exact == k - 1
+
+
+def test_what_is_unset_has_a_value_all_the_same():
+    assert (options().captured_seed, options().captured_mantissa_bits) == (0, 6)
+    given = options(seed=3, mantissa_bits=4)
+    assert (given.captured_seed, given.captured_mantissa_bits) == (3, 4)
 
 
 def test_temperatures_follow_the_tail_unless_given():
@@ -67,6 +88,8 @@ def test_temperatures_follow_the_tail_unless_given():
     [
         {},
         {"k": 64, "tail": "none", "temperatures": (1.0, 2.5)},
+        {"logprobs": "float32", "tail": "none"},
+        {"k": 8, "exact": 3, "seed": 0, "mantissa_bits": 6},
         {"keep_parts": True, "limit": 7, "name": "en", "tokenizer": 'a "b" \\c'},
         {"dataset": "dir/ä*.jsonl", "seed": 2**32 - 1, "eos": "on", "bos": "off"},
     ],
@@ -92,16 +115,16 @@ def config(tmp_path, text: str) -> str:
 def test_the_command_line_wins_over_the_file(tmp_path):
     path = config(
         tmp_path,
-        'dataset = "d"\nteacher = "t"\nout = "o"\nk = 5\nexact = 3\nrows-per-shard = 9\n'
+        'dataset = "d"\nteacher = "t"\nout = "o"\nk = 5\nlength = 7\nrows-per-shard = 9\n'
         'keep_parts = true\ntail = "none"\ntemperatures = [1, 2]\n',
     )
     assert parsed(["--config", path]) == PrecomputeOptions(
-        "d", "t", "o", k=5, exact=3, rows_per_shard=9, keep_parts=True, tail="none",
+        "d", "t", "o", k=5, length=7, rows_per_shard=9, keep_parts=True, tail="none",
         temperatures=(1.0, 2.0),
     )  # fmt: skip
     words = ["--k", "6", f"--config={path}", "--no-keep-parts", "--temperatures", "3", "4"]
     changed = parsed([*words, "--rows_per_shard=2"])
-    assert (changed.k, changed.exact, changed.rows_per_shard) == (6, 3, 2)
+    assert (changed.k, changed.length, changed.rows_per_shard) == (6, 7, 2)
     assert changed.keep_parts is False
     assert changed.temperatures == (3.0, 4.0)
 
@@ -117,15 +140,11 @@ def test_a_value_that_is_called_like_an_option_hides_nothing(tmp_path):
     [
         ("k = ", "is not TOML"),
         ("colour = 3\nkk = 1", "has unknown options: colour, kk. There are: beam_options, bos"),
-        ('k = 3\n[teacher]\nname = "x"\nkind = 1', None),
+        ('k = 3\n[teacher]\nname = "x"\nkind = 1', "has a table for teacher; expected a value"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused(tmp_path, text, message):
     path = config(tmp_path, text)
-    if message is None:
-        with pytest.raises((CaptureError, SystemExit)):
-            parsed(["--config", path, "--dataset", "d", "--out", "o"])
-        return
     with pytest.raises(CaptureError, match=message):
         config_words(["--config", path])
 

@@ -260,12 +260,24 @@ def test_groups_of_a_large_vocabulary_are_drawn_in_proportion(vocabulary):
         assert (np.abs(found - expected) <= 5 * np.sqrt(expected) + 3).all()
 
 
-def test_every_entry_stays_exact_if_asked():
-    logits = np.random.default_rng(0).normal(size=(1, 300)).astype(np.float32)
-    settings = TargetSettings(k=8, vocabulary=300, tail="sampled", exact=8)
-    ids, counts, _ = draws(logits, settings)
-    assert (counts == 8).all()
-    assert (ids == np.argsort(-logits[0])[:8]).all()
+@pytest.mark.parametrize("vocabulary", [4, 5, 9, 300])
+@pytest.mark.parametrize("exact", [1, 2, 3])
+def test_something_is_drawn_wherever_the_tail_has_mass(vocabulary, exact):
+    rng = np.random.default_rng(0)
+    logits = np.stack([rng.normal(size=vocabulary) * scale for scale in (0, 1, 30, 300)])
+    logits = np.concatenate([logits, logits]).astype(np.float32)
+    logits[4:, 3:] = -np.inf
+    settings = TargetSettings(k=4, vocabulary=vocabulary, tail="sampled", exact=exact)
+    places = jnp.arange(8, dtype=jnp.int32)
+    found = select_targets(
+        jnp.asarray(logits), places, settings, position_bits(0, jnp.int32(0), places)
+    )
+    possible = (logits > -np.inf).sum(axis=1)
+    beyond = possible > 4
+    drawn = (np.asarray(found.ids) >= 0).sum(axis=1) - np.asarray(found.exact_counts)
+    assert (drawn[beyond] >= 1).all()
+    np.testing.assert_array_equal(np.asarray(found.exact_counts)[~beyond], possible[~beyond])
+    np.testing.assert_array_equal(np.asarray(found.tail_logprobs)[:, 0] > -np.inf, beyond)
 
 
 def test_bits_depend_on_seed_row_and_position_alone():

@@ -86,7 +86,7 @@ def check_exact(logits, targets, settings, labels):
 
 SIZES = [
     (1, 1, "none"),
-    (1, 1, "sampled"),
+    (2, 2, "sampled"),
     (2, 1, "none"),
     (5, 3, "sampled"),
     (64, 64, "none"),
@@ -115,14 +115,19 @@ def test_against_float64(vocabulary, k, tail):
     labels = np.append(rng.integers(0, vocabulary, positions - 1), -1)
     temperatures = (0.5, 1.0, 2.0, 4.0) if tail == "none" else (2.0,)
     settings = TargetSettings(
-        k=k, vocabulary=vocabulary, tail=tail, exact=min(4, k), temperatures=temperatures
+        k=k,
+        vocabulary=vocabulary,
+        tail=tail,
+        exact=min(4, max(k - 1, 1)),
+        temperatures=temperatures,
     )
     targets = run(logits, settings, labels)
     check_exact(logits, targets, settings, labels)
     if tail == "none" or k == vocabulary:
         assert (targets.exact_counts == k).all()
     else:
-        assert (targets.exact_counts >= min(4, k)).all()
+        assert (targets.exact_counts >= min(4, k - 1)).all()
+        assert (targets.exact_counts < k).all()
     assert targets.ids[0, 0] == vocabulary - 1
     assert (targets.ids >= 0).all()
     assert (targets.ids < vocabulary).all()
@@ -270,8 +275,9 @@ def test_positions_without_a_distribution_are_marked_and_hold_fixed_values(tail,
         ("chunk", 0, "chunk is 0; allowed are whole numbers from 1"),
         ("seed", -1, "seed is -1; allowed are whole numbers from 0 to 4294967295"),
         ("seed", True, "seed is True"),
-        ("exact", 0, r"exact is 0; allowed are whole numbers from 1 to 8 \(k\)"),
-        ("exact", 9, r"exact is 9; allowed are whole numbers from 1 to 8 \(k\)"),
+        ("k", 1, "k is 1; allowed are whole numbers from 2 to 50 .the vocabulary."),
+        ("exact", 0, r"exact is 0; allowed are whole numbers from 1 to 7 \(k - 1\)"),
+        ("exact", 8, r"exact is 8; allowed are whole numbers from 1 to 7 \(k - 1\)"),
         ("tail", "bucket", 'tail is \'bucket\'; allowed are "none" and "sampled"'),
         ("temperatures", (), r"temperatures is \(\); expected a tuple of at least one"),
         ("temperatures", (0.0,), "temperatures holds 0.0; allowed are finite numbers above 0"),
