@@ -128,15 +128,3 @@ def test_derive_lines(line: str, options: DeriveOptions) -> None:
 def test_derive_options_that_make_no_sense(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(CacheError, match=message):
         DeriveOptions(**{"places": ("a", "b"), **fields})
-
-
-def test_help_says_what_an_option_that_is_left_out_means(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for options in (DeriveOptions, InspectOptions):
-        with pytest.raises(SystemExit):
-            tyro.cli(options, args=["--help"])
-        shown = capsys.readouterr().out
-        assert "None" not in shown
-        assert "(default: )" not in shown
-        assert "(if unset: " in shown
