@@ -92,7 +92,7 @@ def build(
     layers, dropped, search = None, None, None
     if options.drop_layers is not None:
         layers = parse_layers(options.drop_layers, _decoder(model, options).config.layers)
-    settings = _settings(start, cached)
+    settings = _settings(start, cache, cached)
     if options.trim_vocabulary:
         _check_trim(settings, rows, vocabulary)
         model, rows = trim(_decoder(model, options), vocabulary), vocabulary
@@ -268,13 +268,13 @@ def _load(options: TrainOptions, cache: Cache, cached: Tokenizer) -> _Start:
     return _Start(loaded.model, loaded.vocabulary_rows, tokenizer, settings, record)
 
 
-def _settings(start: _Start, cached: Tokenizer) -> OwnSettings:
+def _settings(start: _Start, cache: Cache, cached: Tokenizer) -> OwnSettings:
     """The student's own settings; where it has no tokenizer, that of the cache."""
     if start.settings is None:
-        return OwnSettings(decoder.special_ids(cached), cached.files())
+        return OwnSettings(decoder.special_ids(cached), cache.tokenizer_files())
     if start.tokenizer is not None:
         return start.settings
-    return OwnSettings(start.settings.config, {**start.settings.files, **cached.files()})
+    return OwnSettings(start.settings.config, {**start.settings.files, **cache.tokenizer_files()})
 
 
 def _check_trim(settings: OwnSettings, rows: int, kept: int) -> None:
