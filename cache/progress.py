@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,6 +15,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 _COUNT, _LOG = 0.5, 10.0
 # Counting takes at most one in so many seconds.
 _SHARE = 50
+
+
+def unheard() -> suppress:
+    """Lets standard error be gone: its terminal was closed, or the program that it was piped to
+    has ended. Work does not stop for want of somebody who watches it."""
+    return suppress(OSError)
+
+
+def tell(text: str) -> None:
+    """Writes lines to standard error."""
+    with unheard():
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def describe(
@@ -81,28 +94,30 @@ class Line:
         self._shown = time.monotonic()
 
     def __enter__(self) -> Line:
-        self._progress.start()
+        with unheard():
+            self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        with unheard():
+            self._progress.stop()
 
     def show(self, done: int, text: str, last: bool = False) -> None:
         """Elements done, in earlier runs too, and what to say of it; the last is always shown."""
-        self._progress.update(self._task, completed=done, text=text)
+        with unheard():
+            self._progress.update(self._task, completed=done, text=text)
         now = time.monotonic()
         if not self._console.is_terminal and (last or now - self._shown >= _LOG):
             self._shown = now
-            sys.stderr.write(f"{self._title}: {done}/{self._total}, {text}\n")
-            sys.stderr.flush()
+            tell(f"{self._title}: {done}/{self._total}, {text}")
 
     def say(self, text: str) -> None:
         """Writes lines that stay; a live line goes on below them."""
         if self._console.is_terminal:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            with unheard():
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+            tell(text)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cache.progress import counted
+from cache.progress import counted, tell
 from student.batches import BatchSettings
 from student.checkpoints import Checkpoints, Restored
 from student.display import Display, Moment
@@ -73,9 +72,10 @@ def train(options: TrainOptions, say: Callable[[str], None] | None = None) -> Tr
     Raises:
       StudentError, CacheError, DecoderError: what is wrong and what to do. Checkpoints that were
         saved stay.
-      KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after saving a checkpoint.
+      KeyboardInterrupt: stopped by Ctrl-C, SIGTERM or SIGHUP, which is its argument, after saving
+        a checkpoint.
     """
-    say = say or _to_standard_error
+    say = say or tell
     with counted("Reading which rows share documents") as progress:
         plan = make_plan(options, progress, identity=_cache_of(options.out))
     with ExitStack() as stack:
@@ -89,10 +89,6 @@ def _cache_of(folder: str) -> str | None:
     record = find_record(folder) or {}
     known = record.get("cache")
     return known.get("identity") if isinstance(known, dict) else None
-
-
-def _to_standard_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _prepare(plan: Plan, say: Callable[[str], None]) -> _Ready:
@@ -204,7 +200,7 @@ class _Session:
             )
             source.restore(position)
             display = enter(Display(plan.steps, self._options.epochs, start))
-            if self._say is _to_standard_error:
+            if self._say is tell:
                 # Where the live line is, which it must not break.
                 self._say = display.say
             stop = enter(StopRequest(self._say))
@@ -215,7 +211,7 @@ class _Session:
                     self._boundary(done, trackers)
                 last = done.step
         if last < plan.steps:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(stop.number)
         return self._outcome(last - start)
 
     def _past(self, start: int) -> list[tuple[int, dict[str, float]]]:
