@@ -15,6 +15,7 @@ Names are imported when first used, so that looking into a cache imports neither
 from __future__ import annotations
 
 import _thread
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -180,6 +181,8 @@ class _Interrupts:
 
     def __enter__(self) -> _Interrupts:
         self._active = threading.current_thread() is threading.main_thread()
+        # One that is ignored, as a shell does for what it starts in the background, stays so.
+        self._active &= signal.getsignal(signal.SIGINT) != signal.SIG_IGN
         if self._active:
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
             self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
@@ -203,7 +206,11 @@ class _Interrupts:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command line. Returns the exit code: 0, 1 (failed), 2 (usage), 130 (stopped)."""
+    """Runs a command line.
+
+    Returns the exit code: 0, 1 (failed), 2 (usage), or 128 and the signal that stopped it, which
+    is 130 after Ctrl-C.
+    """
     from cache.visible import escape_what_cannot_be_written
 
     escape_what_cannot_be_written()
@@ -212,9 +219,10 @@ def main(arguments: list[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     with _Interrupts() as interrupts:
         code = _main(words, debug, interrupts)
-    if code == _STOPPED and arguments is None:
+    if code >= _STOPPED and arguments is None:
         # Threads of native code may be at work still, which an ordinary exit crashes.
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
         os._exit(code)
     return code
 
@@ -226,8 +234,10 @@ def _main(words: list[str], debug: bool, interrupts: _Interrupts) -> int:
         finally:
             # Here and not at the exit, where a reader that has gone would be a traceback.
             sys.stdout.flush()
-    except KeyboardInterrupt:
-        return _stopped(words)
+    except KeyboardInterrupt as stopped:
+        # Training says which signal it was.
+        numbers = [each for each in stopped.args if isinstance(each, int)]
+        return _stopped(words, *numbers)
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -242,11 +252,11 @@ def _main(words: list[str], debug: bool, interrupts: _Interrupts) -> int:
         return 1
 
 
-def _stopped(words: list[str]) -> int:
+def _stopped(words: list[str], number: int = signal.SIGINT) -> int:
     resumes = bool(words) and words[0] in _RESUMES
     again = " Run the same command again: it goes on where it stopped." if resumes else ""
     _say(f"\nStopped.{again}")
-    return _STOPPED
+    return _STOPPED + number
 
 
 def _run(words: list[str]) -> int:
@@ -495,8 +505,9 @@ def _parse(options: type[_Options], command: str, words: list[str]) -> _Options:
         raise SystemExit(2) from error
 
 
-# The exit code of a command that was stopped, and the commands that then go on where they were.
-_STOPPED = 130
+# With the signal's number the exit code of a command that it stopped, as shells have it; and the
+# commands that then go on where they were.
+_STOPPED = 128
 _RESUMES = ("precompute", "append", "derive", "copy", "train")
 _COMMANDS = {
     "precompute": _precompute,

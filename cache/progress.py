@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from cache.visible import one_line, say, visible
+from cache.visible import one_line, say, unheard, visible
 
 # Seconds between counts, and between lines where there is no terminal to draw on.
 _COUNT, _LOG = 0.5, 10.0
@@ -85,15 +85,18 @@ class Line:
         self._shown = time.monotonic()
 
     def __enter__(self) -> Line:
-        self._progress.start()
+        with unheard():
+            self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        with unheard():
+            self._progress.stop()
 
     def show(self, done: int, text: str, last: bool = False) -> None:
         """Elements done, in earlier runs too, and what to say of it; the last is always shown."""
-        self._progress.update(self._task, completed=done, text=one_line(text))
+        with unheard():
+            self._progress.update(self._task, completed=done, text=one_line(text))
         now = time.monotonic()
         if not self._console.is_terminal and (last or now - self._shown >= _LOG):
             self._shown = now
@@ -103,7 +106,8 @@ class Line:
         """Writes lines that stay; a live line goes on below them."""
         if self._console.is_terminal:
             # Text, in which no markup and no name of an emoji is replaced.
-            self._console.print(Text(visible(text)), soft_wrap=True)
+            with unheard():
+                self._console.print(Text(visible(text)), soft_wrap=True)
         else:
             say(text)
 

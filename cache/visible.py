@@ -9,6 +9,7 @@ import io
 import json
 import sys
 import unicodedata
+from contextlib import suppress
 from typing import Any
 
 # Controls, formats, lone surrogates, private use, unassigned; line and paragraph separators.
@@ -60,8 +61,15 @@ def show(text: str) -> None:
 
 def say(text: str) -> None:
     """Writes lines to standard error, at once."""
-    sys.stderr.write(f"{visible(text)}\n")
-    sys.stderr.flush()
+    with unheard():
+        sys.stderr.write(f"{visible(text)}\n")
+        sys.stderr.flush()
+
+
+def unheard() -> suppress:
+    """Lets standard error be gone: its terminal was closed, or the program that it was piped to
+    has ended. Work does not stop for want of somebody who watches it."""
+    return suppress(OSError)
 
 
 def escape_what_cannot_be_written() -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import Jaxpr, Var, jaxprs_in_params
 from jaxtyping import Array, Float, Integer
 
 from decoder.checkpoint import canonical_digest
 from decoder.errors import DecoderError
 
 _PROBE = 8  # positions of the row that a module is tried on, abstractly
+
+# JAX's primitives that draw random numbers.
+_DRAWS = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
 class LogitsModel(nnx.Module):
@@ -43,10 +47,16 @@ class LogitsModel(nnx.Module):
 def build(name: str) -> tuple[nnx.Module, int]:
     """Call the function; its module, with an `unembed`, and the rows of its vocabulary.
 
-    Raises `DecoderError` if it cannot be imported or does not follow the convention.
+    The module is put into evaluation mode (`nnx.Module.eval`): what it gives for a row should
+    depend on that row alone.
+
+    Raises `DecoderError` if it cannot be imported or does not follow the convention, draws random
+    numbers in evaluation mode, or changes its batch statistics.
     """
     try:
         model = _function(name)()
+        if isinstance(model, nnx.Module):
+            model.eval()
     except DecoderError:
         raise
     except Exception as error:  # it is the user's code
@@ -111,15 +121,20 @@ def _abstract(
 ) -> jax.ShapeDtypeStruct:
     """Shape and dtype of what a call returns, checked, without computing it."""
     graphdef, state = nnx.split(model)
+
+    def run(state: Any, *inputs: Any) -> Any:
+        merged = nnx.merge(graphdef, state)
+        found = call(merged, *inputs)
+        return nnx.state(merged, nnx.BatchStat), found
+
     try:
-        found = jax.eval_shape(
-            lambda state, *inputs: call(nnx.merge(graphdef, state), *inputs), state, *inputs
-        )
+        traced, (kept, found) = jax.make_jaxpr(run, return_shape=True)(state, *inputs)
     except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         raise DecoderError(
             f"{name}: computing {what} failed on one row (tokens, segments, positions, each "
             f"int32[{_PROBE}], no batch axis): {type(error).__name__}: {error}"
         ) from error
+    _check_evaluates(name, what, traced.jaxpr, len(jax.tree.leaves(kept)))
     shape = getattr(found, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != _PROBE:
         raise DecoderError(
@@ -129,3 +144,43 @@ def _abstract(
     if not jnp.issubdtype(found.dtype, jnp.floating):
         raise DecoderError(f"{name}: the {what} are {found.dtype}; expected a floating dtype")
     return found
+
+
+def _check_evaluates(name: str, what: str, jaxpr: Jaxpr, statistics: int) -> None:
+    """Refuses a trace that draws random numbers, or whose first outputs, the batch statistics
+    after the call, are not those that went in."""
+    still = f"{name}: although eval() was called on the module, computing {what} still "
+    if _DRAWS & set(_primitives(jaxpr)):
+        raise DecoderError(
+            f"{still}draws random numbers (dropout?), so that a row would give something else each "
+            "time. Return a module that draws none: deterministic=True"
+        )
+    given = list(jaxpr.invars)
+    if any(found is None for found in _passed_on(jaxpr, given)[:statistics]):
+        raise DecoderError(
+            f"{still}changes batch statistics: it normalises by those of the row at hand, as in "
+            "training. Return a module that uses the stored ones: use_running_average=True"
+        )
+
+
+def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jaxprs_in_params(equation.params):
+            yield from _primitives(inner)
+
+
+def _passed_on(jaxpr: Jaxpr, given: Sequence[Var | None]) -> list[Var | None]:
+    """For each output the input that it is, unchanged, also through jitted functions; or None."""
+    known: dict[Any, Var | None] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def value(atom: Any) -> Var | None:
+        return known.get(atom) if isinstance(atom, Var) else None
+
+    for equation in jaxpr.eqns:
+        inner = list(jaxprs_in_params(equation.params))
+        whole = len(inner) == 1 and len(inner[0].invars) == len(equation.invars)
+        if whole and len(inner[0].outvars) == len(equation.outvars):
+            results = _passed_on(inner[0], [value(atom) for atom in equation.invars])
+            known |= dict(zip(equation.outvars, results, strict=True))
+    return [value(atom) for atom in jaxpr.outvars]

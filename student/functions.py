@@ -55,7 +55,9 @@ def dotted(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path))
 
 
-def student_functions(model: nnx.Module, remat: bool = False) -> StudentFunctions:
+def student_functions(
+    model: nnx.Module, remat: bool = False, trained: bool = True
+) -> StudentFunctions:
     """Splits a model, real or abstract (`nnx.eval_shape`), into pure functions.
 
     Args:
@@ -63,6 +65,8 @@ def student_functions(model: nnx.Module, remat: bool = False) -> StudentFunction
         and has a method `unembed` that gives logits for hidden states [n, width].
       remat: compute the activations of each layer again in the backward pass; the model's call
         takes a keyword `remat`.
+      trained: whether it is a student. Of a teacher, variables that are no parameters (the
+        running means of a batch norm) are constants.
 
     Raises:
       StudentError: the model has no such method, or other variables than parameters, or does not
@@ -79,7 +83,7 @@ def student_functions(model: nnx.Module, remat: bool = False) -> StudentFunction
             "pass: its call has no keyword `remat`. Add one, or train without --remat."
         )
     graph, state, rest = nnx.split(model, nnx.Param, ...)
-    if jax.tree.leaves(rest):
+    if trained and jax.tree.leaves(rest):
         raise StudentError(
             f"the student {type(model).__name__} has variables that are no parameters "
             "(batch statistics, random numbers); a student is a function of parameters alone."

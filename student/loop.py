@@ -34,7 +34,7 @@ class Done:
 
     Attributes:
       step: counted from 1.
-      loss, ce, kd: means over labels, nats; kd without T².
+      loss, ce, kd: means over labels, nats; kd without T². NaN in a step without labels.
       gradient_norm: before clipping.
       alpha: of this step.
       labels: trained on.
@@ -71,20 +71,27 @@ class _Running:
 
 
 class StopRequest:
-    """Whether the user asked to stop (Ctrl-C, SIGTERM): once to stop after the step, twice at once.
+    """Whether the user asked to stop: once to stop after the step, twice at once.
 
-    A context manager; outside the main thread, signals keep their meaning.
+    Ctrl-C, SIGTERM, and SIGHUP, which comes when the terminal is closed, ask so. A context
+    manager; outside the main thread, signals keep their meaning, and one that is ignored (`nohup`)
+    stays so.
+
+    Attributes:
+      asked: whether a signal did.
+      number: which.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None):
-        self.asked = False
+        self.asked, self.number = False, 0
         self._say = say
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._ask)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,8 +100,8 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
+            raise KeyboardInterrupt(number)
+        self.asked, self.number = True, number
         if self._say is not None:
             self._say("Stopping after this step, with a checkpoint. Again: stop at once.")
 
@@ -170,7 +177,8 @@ def _finish(running: _Running, state: State | None, began: float) -> tuple[Done,
     values = [float(x) / count for x in sums]
     if not all(math.isfinite(x) for x in (*values, float(norm))):
         raise TrainingError(_not_finite(running, values, float(norm)))
-    loss, ce, kd = values
+    # Nothing was learnt of: 0 would look like the best of losses.
+    loss, ce, kd = values if labels else (math.nan,) * 3
     done = Done(
         step=running.step,
         loss=loss,

@@ -164,13 +164,17 @@ def make_step(
 ) -> Callable[[State, Batch, Any], tuple[State, Metrics]]:
     """The pmapped step: (state, batch from `place`, alpha) to (state, metrics).
 
-    The state's buffers are donated: the state that went in must not be used again.
+    A batch without any label, on any device, leaves the state as it is: weights, moments and
+    counts. The state's buffers are donated: the state that went in must not be used again.
     """
     loss = make_batch_loss(functions, settings)
 
     def step(state: State, batches: Batch, alpha: Any) -> tuple[State, Metrics]:
         gradients, metrics = mean_gradients(loss, state.parameters, batches, alpha)
-        return updated(optimizer, state, gradients), metrics
+        after = updated(optimizer, state, gradients)
+        # Decay and momentum would move the weights without a gradient too.
+        taught = metrics.labels > 0
+        return jax.tree.map(lambda new, old: jnp.where(taught, new, old), after, state), metrics
 
     return jax.pmap(
         step,

@@ -73,7 +73,8 @@ def train(options: TrainOptions, say: Callable[[str], None] | None = None) -> Tr
     Raises:
       StudentError, CacheError, DecoderError: what is wrong and what to do. Checkpoints that were
         saved stay.
-      KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after saving a checkpoint.
+      KeyboardInterrupt: stopped by Ctrl-C, SIGTERM or SIGHUP, which is its argument, after saving
+        a checkpoint.
     """
     say = say or to_standard_error
     with counted("Reading which rows share documents") as progress:
@@ -211,7 +212,7 @@ class _Session:
                     self._boundary(done, trackers)
                 last = done.step
         if last < plan.steps:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(stop.number)
         return self._outcome(last - start)
 
     def _past(self, start: int) -> list[tuple[int, dict[str, float]]]:

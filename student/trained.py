@@ -129,7 +129,7 @@ def evaluate(
                 f"{options.teacher} is not the teacher of the cache: its fingerprint is "
                 f"{loaded.fingerprint[:12]}…, the cache's {expected[:12]}…. Give the same model."
             )
-        teacher = student_functions(loaded.model)
+        teacher = student_functions(loaded.model, trained=False)
         theirs = replicate(parameters_of(loaded.model), plan.devices)
     measures = plan.measures(legal_of(trained.record["model"]))
     row_sums = make_row_sums(functions, measures, plan.devices, teacher)

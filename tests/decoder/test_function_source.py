@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +50,47 @@ def test_hidden_states_and_an_unembedding_of_its_own() -> None:
 )
 def test_what_does_not_follow_the_convention(name: str, text: str) -> None:
     with pytest.raises(DecoderError, match=text):
+        load_model(HERE + name)
+
+
+@pytest.mark.parametrize("name", ["Modes", "modes_in_jit", "modes_in_remat", "modes_off"])
+def test_a_module_is_put_into_evaluation_mode(name: str) -> None:
+    model: Any = load_model(HERE + name).model
+    table = functions.Table()(*ROW)
+    norm = functions.Modes().norm
+    mean = np.linspace(-1, 1, functions.VOCABULARY)
+    expected = (np.asarray(table) - mean) / np.sqrt(1 + norm.epsilon)
+    np.testing.assert_allclose(model(*ROW), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(model(*ROW), model(*ROW))
+
+
+def test_an_eval_of_its_own_is_called() -> None:
+    model: Any = load_model(HERE + "OwnEval").model
+    np.testing.assert_array_equal(model(*ROW), functions.Table()(*ROW))
+
+
+def test_the_mode_is_no_part_of_the_fingerprint() -> None:
+    # The names differ, which are a part of it; so the states alone are compared.
+    found = [function_source.build(HERE + name)[0] for name in ("Modes", "modes_off")]
+    prints = [function_source.fingerprint(HERE + "Modes", model) for model in found]
+    assert prints[0] == prints[1] == fingerprint_model(HERE + "Modes")
+    training = function_source.LogitsModel(functions.Modes())
+    assert function_source.fingerprint(HERE + "Modes", training) == prints[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("DropsDirectly", "computing hidden states still draws random numbers"),
+        ("DropsInJit", "computing hidden states still draws random numbers"),
+        ("OwnFlag", "computing hidden states still draws random numbers"),
+        ("DropsInUnembed", "computing logits still draws random numbers"),
+        ("NormalisesDirectly", "computing hidden states still changes batch statistics"),
+        ("NormalisesInRemat", "computing hidden states still changes batch statistics"),
+    ],
+)
+def test_what_stays_in_training_mode_is_refused(name: str, text: str) -> None:
+    with pytest.raises(DecoderError, match=f"{HERE}{name}: although eval.. was called .* {text}"):
         load_model(HERE + name)
 
 

@@ -33,7 +33,10 @@ def options(**changes) -> PrecomputeOptions:
         ({"tail": "none", "seed": 0}, "--seed 0 is of --tail sampled .* or give --tail sampled"),
         ({"logprobs": "float32", "mantissa_bits": 3}, "--mantissa-bits 3 is of --logprobs rounded"),
         ({"logprobs": "float16", "mantissa_bits": 6}, "--mantissa-bits 6 is of --logprobs rounded"),
-        ({"runner": "DaskRunner", "workers": 2}, "--workers 2 has no effect with --runner DaskRunner"),
+        (
+            {"runner": "DaskRunner", "workers": 2},
+            "--workers 2 has no effect with --runner Dask",
+        ),
         ({"length": 1}, "--length should be at least 2"),
         ({"overlap": 0}, "--overlap should be at least 1"),
         ({"length": 8, "overlap": 8}, "--overlap should be less than --length 8, found 8"),

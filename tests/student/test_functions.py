@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from decoder import Decoder, DecoderConfig
+from decoder import Decoder, DecoderConfig, load_model
 from student.errors import StudentError
 from student.functions import parameters_of, student_functions
 from tests.decoder import functions as examples
@@ -164,6 +164,17 @@ class Batched(Capped):
 def test_what_is_no_student_is_refused(model, message):
     with pytest.raises(StudentError, match=message):
         student_functions(model())
+
+
+def test_a_teacher_may_have_statistics_and_keys():
+    """Of a student they are refused; of a teacher in evaluation mode they are constants."""
+    model: Any = load_model("tests.decoder.functions:Modes").model
+    found = student_functions(model, trained=False)
+    hidden = jax.jit(found.hidden)(parameters_of(model), *ROW)
+    np.testing.assert_allclose(hidden, model(*ROW), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found.unembed({}, hidden), hidden)
+    with pytest.raises(StudentError, match="has variables that are no parameters"):
+        student_functions(model)
 
 
 def test_rematerialisation_needs_a_model_that_offers_it():

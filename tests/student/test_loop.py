@@ -41,10 +41,11 @@ class Model:
     def __call__(self, state: State, batch: Batch, alpha: np.float32) -> tuple[State, Metrics]:
         step = int(state.optimizer) + 1
         self._events.append(f"step {step} of rows {batch.rows[0]} with {alpha:g}")
-        told = {"loss": 8.0 * step, "ce": 6.0, "kd": 2.0, "norm": 0.5, **self._bad.get(step, {})}
+        told = {"loss": 8.0 * step, "ce": 6.0, "kd": 2.0, "norm": 0.5, "labels": 4.0}
+        told |= self._bad.get(step, {})
         one = lambda name: jnp.asarray(told[name], jnp.float32)  # noqa: E731
         sums = Sums(*(one(name) for name in Sums._fields))
-        return State({}, step), Metrics(sums, jnp.asarray(4.0), one("norm"))
+        return State({}, step), Metrics(sums, one("labels"), one("norm"))
 
 
 def go(events, start=0, steps=5, needs=(2, 4), stop=None, bad=None):
@@ -100,6 +101,15 @@ def test_what_a_step_reports():
     assert (done.loss, done.ce, done.kd, done.gradient_norm) == (2.0, 1.5, 0.5, 0.5)
     assert (done.labels, done.tokens, done.alpha) == (4, 4, 0.0)
     assert 0 <= done.waited <= done.seconds
+
+
+def test_a_step_without_labels_reports_no_loss():
+    """0 would look like the best of losses; the run goes on."""
+    none = {"loss": 0.0, "ce": 0.0, "kd": 0.0, "norm": 0.0, "labels": 0.0}
+    done = list(go([], steps=3, bad={2: none}))
+    assert [x.labels for x in done] == [4, 0, 4]
+    unknown = np.isnan([[x.loss, x.ce, x.kd] for x in done])
+    assert unknown.tolist() == [[False] * 3, [True] * 3, [False] * 3]
 
 
 def test_going_on_from_a_step():
@@ -202,19 +212,33 @@ def test_an_error_of_the_source_goes_through():
 # Signals.
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_and_the_second_stops(number):
     said: list[str] = []
     before = signal.getsignal(number)
     with StopRequest(said.append) as stop:
         assert not stop.asked
         signal.raise_signal(number)
-        assert stop.asked
+        assert (stop.asked, stop.number) == (True, number)
         (line,) = said
         assert re.search("Stopping after this step, with a checkpoint", line)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as stopped:
             signal.raise_signal(number)
+        assert stopped.value.args == (number,)
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_so(number):
+    """As `nohup` starts a command, and a shell one in the background."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(number)
+            assert not stop.asked
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 def test_elsewhere_than_in_the_main_thread_signals_keep_their_meaning():

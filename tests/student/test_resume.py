@@ -1,6 +1,8 @@
 """A run that was stopped, however it was, ends as if it had not been."""
 
+import contextlib
 import os
+import pty
 import shutil
 import signal
 from itertools import pairwise
@@ -167,9 +169,9 @@ def test_resumed_on_another_number_of_devices(made, tmp_path):
         assert np.allclose(found[name], value, atol=2e-4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_asked_to_stop(made, tmp_path, number, monkeypatch, capsys):
-    """A checkpoint of the step at hand, the exit code of an interrupt, and bit-equal later."""
+    """A checkpoint of the step at hand, the signal's exit code, and bit-equal later."""
     run = tmp_path / "run"
     words = runs.words(runs.options(made, str(run), checkpoint_every=100))
     with monkeypatch.context() as patch:
@@ -181,7 +183,7 @@ def test_asked_to_stop(made, tmp_path, number, monkeypatch, capsys):
                 signal.raise_signal(number)
 
         patch.setattr(runs.train_module._Session, "_log", log)
-        assert stillroom.main(words) == 130
+        assert stillroom.main(words) == 128 + number
     captured = capsys.readouterr()
     assert "Stopping after this step, with a checkpoint" in captured.err
     assert "Run the same command again" in captured.err
@@ -191,6 +193,31 @@ def test_asked_to_stop(made, tmp_path, number, monkeypatch, capsys):
     assert "Going on after step 3 of 9" in capsys.readouterr().err
     runs.assert_equal(run, made / "whole")
     assert not any(x.get("repeat") for x in runs.raw_lines(run / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_a_terminal_that_is_closed(made, tmp_path, monkeypatch, kind):
+    """Nobody reads what is said any more, which is no reason not to save."""
+    run = tmp_path / "run"
+    near, far = pty.openpty() if kind == "terminal" else os.pipe()
+    words = runs.words(runs.options(made, str(run), checkpoint_every=100))
+    original = runs.train_module._Session._log
+
+    def log(session, done, *rest):
+        original(session, done, *rest)
+        if done.step == 2:
+            os.close(near)
+            signal.raise_signal(signal.SIGHUP)
+
+    with monkeypatch.context() as patch, os.fdopen(far, "w", buffering=1) as broken:
+        patch.setattr(runs.train_module._Session, "_log", log)
+        patch.setattr("sys.stderr", broken)
+        assert stillroom.main(words) == 129
+        with contextlib.suppress(OSError):  # what could not be said is in its buffer still
+            broken.close()
+    assert runs.steps_saved(run) == [0, 3]
+    assert stillroom.main(words) == 0
+    runs.assert_equal(run, made / "whole")
 
 
 _KILLS_ITSELF = """

@@ -192,6 +192,43 @@ def test_a_batch_of_padding_alone_changes_nothing(one_device, batch):
     assert [float(x) for x in (*metrics.sums, metrics.labels, metrics.gradient_norm)] == [0.0] * 5
 
 
+def test_a_step_without_labels_changes_nothing_at_all(model, batch):
+    """Neither decay nor momentum nor the count of the schedule; the next step is as without it."""
+    devices = jax.devices()[:2]
+    optimizer = make_optimizer(options(weight_decay=0.5, warmup=0.5), 10)
+    step = make_step(student_functions(model), SETTINGS, optimizer, devices)
+    unlabelled = batch._replace(
+        labels=np.zeros_like(batch.labels), label_mask=np.zeros_like(batch.label_mask)
+    )
+    # On the second device there is none, and in the first micro-batch there is none.
+    some = batch.label_mask.copy()
+    some[4:] = False
+    some[:2] = False
+    few = batch._replace(labels=np.where(some, batch.labels, 0), label_mask=some)
+
+    def run(batches: list[Batch]) -> list[list[np.ndarray]]:
+        parameters = replicate(jax.tree.map(jnp.array, parameters_of(model)), devices)
+        state = State(parameters, replicate(optimizer.init(parameters), devices))
+        seen = []
+        for each in batches:
+            state, metrics = step(state, place(each, 2, devices), ALPHA)
+            assert float(metrics.labels) == each.label_mask.sum()
+            seen.append([np.asarray(x) for x in jax.tree.leaves(state)])
+        return seen
+
+    first, again, second, third = run([batch, unlabelled, few, batch])
+    for found, expected in zip(
+        [again, second, third], [first, *run([batch, few, batch])[1:]], strict=True
+    ):
+        for left, right in zip(found, expected, strict=True):
+            assert (left.dtype, left.tobytes()) == (right.dtype, right.tobytes())
+    assert any((a != b).any() for a, b in zip(first, second, strict=True))
+    (before, *_) = run([unlabelled])
+    fresh = State(parameters_of(model), optimizer.init(parameters_of(model)))
+    for left, right in zip(before, jax.tree.leaves(fresh), strict=True):
+        assert left.tobytes() == np.asarray(right).tobytes()
+
+
 def options(**changes: Any) -> TrainOptions:
     given = {"cache": "c", "student": "s", "out": "o", "learning_rate": 0.1, "warmup": 0.0}
     return TrainOptions(**{**given, **changes})
