@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import cache
@@ -128,7 +127,7 @@ def test_it_joins_caches_of_exact_entries(old: Built, plain: Built, tmp_path: Pa
     rows, others = joined.rows(slice(None)), cache.open(plain.path).rows(slice(None))
     assert all(same(rows[name], others[name]) for name in ("target_ids", "target_logprobs"))
     sampled = make_cache(tmp_path / "sampled", tail="sampled", seed=5)
-    with pytest.raises(CacheError, match='tail: .* has "none", .* has "sampled"'):
+    with pytest.raises(CacheError, match=r'tail: .* has "none", .* has "sampled"'):
         _derived(tmp_path / "c", old.path, sampled.path)
 
 

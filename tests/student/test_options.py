@@ -22,7 +22,10 @@ def _options(**changes: Any) -> TrainOptions:
         ({"alpha": 1.0, "objective": "bucket"}, "--objective bucket does nothing with --alpha 1"),
         ({"alpha": 1.0, "divergence": "forward"}, "--divergence forward does nothing with --alpha"),
         ({"alpha": 1.0, "temperature": 2.0}, "--temperature 2.0 does nothing with --alpha 1"),
-        ({"alpha": 1.0, "alpha_end": 1.0, "objective": "sampled"}, "--objective sampled does nothin"),
+        (
+            {"alpha": 1.0, "alpha_end": 1.0, "objective": "sampled"},
+            "--objective sampled does nothin",
+        ),
         ({"held_out": 0.0, "evaluate_every": 5}, "--evaluate-every 5 does nothing with --held-out"),
         ({"project": "p"}, "--project p is of Weights & Biases.* --track wandb"),
         ({"project": "p", "track": ("tensorboard",)}, "--project p is of Weights & Biases"),
