@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from cache.format import Encoding, Logprobs, Tail
+from cache.options import unset
 from pipelines.errors import CaptureError
 from pipelines.options import PrecomputeOptions
 
@@ -19,6 +20,7 @@ SETTINGS = (
     *(f"sampled:{k}/1" for k in (8, 12, 16, 24, 32, 48, 64, 96, 128)),
     "sampled:32/8",  # what a capture keeps if nothing is said
 )
+_TEMPERATURES = (1.0, 2.0, 4.0)
 ROUNDINGS = ("float32", "float16", "rounded:6", "rounded:4")
 
 
@@ -177,7 +179,7 @@ class CompareOptions:
     """Rows measured."""
     seed: int = 0
     """Chooses documents (or rows of the cache), and draws sampled tails."""
-    temperatures: tuple[float, ...] = (1.0, 2.0, 4.0)
+    temperatures: Annotated[tuple[float, ...] | None, unset("FLOAT …", "1, 2 and 4")] = None
     """Where the mass of the exact entries is measured; a cache has its own."""
     name: str | None = None
     """Configuration of a hub dataset."""
@@ -195,13 +197,15 @@ class CompareOptions:
     """Where the tokenizer is, if not with the teacher."""
     vocabulary: int | None = None
     """Keep only ids below this."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Annotated[
+        Literal["float32", "bfloat16"] | None, unset("float32|bfloat16", "float32")
+    ] = None
     """Of the weights and activations of teacher and student."""
-    layout: Literal["pack", "pad"] = "pack"
+    layout: Annotated[Literal["pack", "pad"] | None, unset("pack|pad", "pack")] = None
     """As in precompute."""
-    length: int = 512
+    length: Annotated[int | None, unset("INT", "512")] = None
     """Tokens in a row."""
-    bos: Literal["auto", "on", "off"] = "auto"
+    bos: Annotated[Literal["auto", "on", "off"] | None, unset("auto|on|off", "auto")] = None
     """Begin-of-sequence token before each document; auto: as the tokenizer itself does."""
 
     def __post_init__(self) -> None:
@@ -234,16 +238,22 @@ class CompareOptions:
         demand(0 <= self.seed < 2**32, "seed", "between 0 and 2^32 - 1")
         budget = self.budget
         demand(budget is None or (math.isfinite(budget) and budget > 0), "budget", "above 0")
-        good = all(math.isfinite(value) and value > 0 for value in self.temperatures)
-        demand(good and len(self.temperatures) > 0, "temperatures", "above 0")
-        self.wanted()
+        if self.temperatures is not None:
+            good = all(math.isfinite(value) and value > 0 for value in self.temperatures)
+            demand(good and len(self.temperatures) > 0, "temperatures", "above 0")
+        exact = [setting for setting in self.wanted() if setting.tail == "none"]
+        if self.renormalise and not exact:
+            raise CaptureError(
+                "--renormalise is of exact entries, and --settings asks for none. Leave it out, or "
+                "ask for exact:K too."
+            )
         if self.plot is not None and not self.plot.absolute().parent.is_dir():
             raise CaptureError(f"--plot {self.plot}: there is no folder {self.plot.parent}.")
 
     @property
     def measured_temperatures(self) -> tuple[float, ...]:
         """1 and the temperatures asked for, ascending."""
-        return tuple(sorted({1.0, *(float(value) for value in self.temperatures)}))
+        return tuple(sorted({1.0, *map(float, self.temperatures or _TEMPERATURES)}))
 
     def wanted(self) -> tuple[Setting, ...]:
         """The settings asked for, or all that are compared by default."""
@@ -257,6 +267,8 @@ class CompareOptions:
         """
         assert self.teacher is not None
         assert self.dataset is not None
+        same = ("precision", "layout", "length", "bos")
+        given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
         return PrecomputeOptions(
             dataset=self.dataset,
             teacher=self.teacher,
@@ -269,10 +281,7 @@ class CompareOptions:
             teacher_revision=self.teacher_revision,
             tokenizer=self.tokenizer,
             vocabulary=self.vocabulary,
-            precision=self.precision,
-            layout=self.layout,
-            length=self.length,
-            bos=self.bos,
             k=1,
             tail="none",
+            **given,
         )
