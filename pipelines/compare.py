@@ -98,11 +98,10 @@ def _from_teacher(options: CompareOptions) -> Comparison:
     rows, vocabulary, holes = fresh_rows(options)
     settings, notes = _possible(options, vocabulary)
     assert options.teacher is not None
-    loaded = {
-        "teacher": decoder.load_model(options.teacher, options.teacher_revision, options.precision)
-    }
+    precision = options.capture("none").precision
+    loaded = {"teacher": decoder.load_model(options.teacher, options.teacher_revision, precision)}
     if options.student is not None:
-        loaded["student"] = decoder.load_model(options.student, dtype=options.precision)
+        loaded["student"] = decoder.load_model(options.student, dtype=precision)
         check_student(options, loaded["student"].vocabulary_rows, vocabulary)
     predictions = {}
     for name, model in loaded.items():

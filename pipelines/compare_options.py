@@ -19,6 +19,7 @@ SETTINGS = (
     *(f"sampled:{k}/1" for k in (8, 12, 16, 24, 32, 48, 64, 96, 128)),
     "sampled:32/8",  # what a capture keeps if nothing is said
 )
+_TEMPERATURES = (1.0, 2.0, 4.0)
 ROUNDINGS = ("float32", "float16", "rounded:6", "rounded:4")
 
 
@@ -178,8 +179,8 @@ class CompareOptions:
     """Rows measured."""
     seed: int = 0
     """Chooses documents (or rows of the cache), and draws sampled tails."""
-    temperatures: tuple[float, ...] = (1.0, 2.0, 4.0)
-    """Where the mass of the exact entries is measured; a cache has its own."""
+    temperatures: tuple[float, ...] | None = None
+    """Where the mass of the exact entries is measured; a cache has its own. Unset: 1, 2 and 4."""
     name: str | None = None
     """Configuration of a hub dataset, or of a folder whose README.md names it. Unset: its
     default one."""
@@ -197,15 +198,15 @@ class CompareOptions:
     """Where the tokenizer is. Unset: with the teacher."""
     vocabulary: int | None = None
     """Keep only ids below this. Unset: the tokenizer's size."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and activations of teacher and student."""
-    layout: Literal["pack", "pad"] = "pack"
-    """As in precompute."""
-    length: int = 512
-    """Tokens in a row."""
-    bos: Literal["auto", "on", "off"] = "auto"
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Of the weights and activations of teacher and student. Unset: float32."""
+    layout: Literal["pack", "pad"] | None = None
+    """As in precompute. Unset: pack."""
+    length: int | None = None
+    """Tokens in a row. Unset: 512."""
+    bos: Literal["auto", "on", "off"] | None = None
     """Begin-of-sequence token before each document; auto: as the tokenizer's own files say, refused
-    where releases of transformers read them differently."""
+    where releases of transformers read them differently. Unset: auto."""
 
     def __post_init__(self) -> None:
         def demand(holds: bool, name: str, expected: str) -> None:
@@ -237,16 +238,22 @@ class CompareOptions:
         demand(0 <= self.seed < 2**32, "seed", "between 0 and 2^32 - 1")
         budget = self.budget
         demand(budget is None or (math.isfinite(budget) and budget > 0), "budget", "above 0")
-        good = all(math.isfinite(value) and value > 0 for value in self.temperatures)
-        demand(good and len(self.temperatures) > 0, "temperatures", "above 0")
-        self.wanted()
+        if self.temperatures is not None:
+            good = all(math.isfinite(value) and value > 0 for value in self.temperatures)
+            demand(good and len(self.temperatures) > 0, "temperatures", "above 0")
+        exact = [setting for setting in self.wanted() if setting.tail == "none"]
+        if self.renormalise and not exact:
+            raise CaptureError(
+                "--renormalise is of exact entries, and --settings asks for none. Leave it out, or "
+                "ask for exact:K too."
+            )
         if self.plot is not None and not self.plot.absolute().parent.is_dir():
             raise CaptureError(f"--plot {self.plot}: there is no folder {self.plot.parent}.")
 
     @property
     def measured_temperatures(self) -> tuple[float, ...]:
         """1 and the temperatures asked for, ascending."""
-        return tuple(sorted({1.0, *(float(value) for value in self.temperatures)}))
+        return tuple(sorted({1.0, *map(float, self.temperatures or _TEMPERATURES)}))
 
     def wanted(self) -> tuple[Setting, ...]:
         """The settings asked for, or all that are compared by default."""
@@ -260,6 +267,8 @@ class CompareOptions:
         """
         assert self.teacher is not None
         assert self.dataset is not None
+        same = ("precision", "layout", "length", "bos")
+        given = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
         return PrecomputeOptions(
             dataset=self.dataset,
             teacher=self.teacher,
@@ -272,10 +281,7 @@ class CompareOptions:
             teacher_revision=self.teacher_revision,
             tokenizer=self.tokenizer,
             vocabulary=self.vocabulary,
-            precision=self.precision,
-            layout=self.layout,
-            length=self.length,
-            bos=self.bos,
             k=1,
             tail="none",
+            **given,
         )

@@ -21,7 +21,6 @@ from pipelines.compare_targets import Chunk
 from pipelines.encode import encode_documents
 from pipelines.errors import CorpusError, TeacherError
 from pipelines.layout import lay_rows
-from pipelines.plan import layout_settings
 from pipelines.sampling import position_bits
 from pipelines.scoring import teacher_functions
 from pipelines.targets import TargetSettings, select_targets
@@ -231,6 +230,7 @@ def fresh_rows(options: CompareOptions) -> tuple[Rows, int, tuple[int, ...]]:
         # Opens and checks everything that a capture would, and writes nothing.
         wanted = what_is_wanted(options.capture(str(Path(folder) / "none")))
     parts, vocabulary = wanted.plan.parts, wanted.manifest.encoding.vocabulary
+    layout = parts.layout
     tokenizer = decoder.load_tokenizer(
         options.tokenizer or options.teacher or "",
         None if options.tokenizer else options.teacher_revision,
@@ -238,8 +238,8 @@ def fresh_rows(options: CompareOptions) -> tuple[Rows, int, tuple[int, ...]]:
     order = np.random.default_rng(options.seed).permutation(len(wanted.corpus)).tolist()
     documents: list[np.ndarray] = []
     found, size = 0, 16
-    most = max(options.rows // 8, 1) * options.length
-    while order and found < options.rows * options.length:
+    most = max(options.rows // 8, 1) * layout.length
+    while order and found < options.rows * layout.length:
         chosen, order, size = order[:size], order[size:], 2 * size
         for number in chosen:
             encoded = encode_documents(
@@ -254,10 +254,10 @@ def fresh_rows(options: CompareOptions) -> tuple[Rows, int, tuple[int, ...]]:
             # No document is most of the sample.
             documents.append(encoded.ids[0][:most])
             used = len(documents[-1])
-            found += max(used, options.length) if options.layout == "pad" else used
-            if found >= options.rows * options.length:
+            found += max(used, layout.length) if layout.kind == "pad" else used
+            if found >= options.rows * layout.length:
                 break
-    laid = lay_rows(documents, 0, layout_settings(options.capture("none")))
+    laid = lay_rows(documents, 0, layout)
     rows = {name: getattr(laid, name)[: options.rows] for name in _ROW_ARRAYS}
     if not rows["label_mask"].any():
         raise CorpusError(

@@ -210,19 +210,16 @@ def parse_layers(text: str, layers: int) -> tuple[int, int] | int:
 
 def _scratch(options: TrainOptions, cache: Cache) -> _Start:
     for option, given in (
-        ("--student-revision", options.student_revision),
-        ("--drop-layers", options.drop_layers),
+        ("--student-revision", options.student_revision is not None),
+        ("--drop-layers", options.drop_layers is not None),
+        # One from scratch has as many rows as the cache has ids.
+        ("--trim-vocabulary", options.trim_vocabulary),
     ):
-        if given is not None:
+        if given:
             raise StudentError(
-                f"{option} {given} is for students from a checkpoint; {options.student} starts "
-                "from scratch. Leave it out."
+                f"{option} is for students from a checkpoint; {options.student} starts from "
+                "scratch. Leave it out."
             )
-    if options.trim_vocabulary:
-        raise StudentError(
-            f"--trim-vocabulary does nothing for {options.student}: a student from scratch has as "
-            "many rows as the cache has token ids. Leave it out."
-        )
     encoding = cache.encoding
     config = scratch_config(options.student, encoding.vocabulary, encoding.length)
     model = Decoder(config, rngs=nnx.Rngs(options.seed))

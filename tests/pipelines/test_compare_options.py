@@ -81,6 +81,23 @@ def test_the_words_of_a_setting_are_the_options_of_a_capture():
             {"cache": "c", "teacher": None, "dataset": None, "length": 64},
             "--length and a CACHE exclude each other",
         ),
+        *(
+            (
+                {"cache": "c", "teacher": None, "dataset": None, name: value},
+                f"--{name} and a CACHE exclude each other",
+            )
+            for name, value in {
+                "length": 512,
+                "layout": "pack",
+                "bos": "auto",
+                "precision": "float32",
+                "temperatures": (1.0, 2.0, 4.0),
+            }.items()
+        ),
+        (
+            {"settings": ("sampled:8/1",), "renormalise": True},
+            "--renormalise is of exact entries, and --settings asks for none",
+        ),
         ({"plot": Path("nowhere/errors.png")}, "there is no folder nowhere"),
         ({"dataset": None}, "needs --teacher and --dataset, or a CACHE"),
         ({"teacher": None}, "needs --teacher and --dataset, or a CACHE"),

@@ -8,6 +8,7 @@ from flax import nnx
 
 import cache
 from student.errors import ObjectiveError, RunError, StudentError
+from student.evaluation import kl_objective
 from student.objectives import Objective
 from student.options import TrainOptions
 from student.plan import (
@@ -141,6 +142,35 @@ def test_the_objective(folder):
             assert labels == Objective("labels", no_id=opened.encoding.no_id)
         scheduled = objective_of(asked(folder, name, alpha=1.0, alpha_end=0.5), opened)
         assert scheduled.kind == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "better"), [({"k": 1, "tail": "none"}, "bucket"), ({"exact": 1}, "sampled")]
+)
+def test_renormalising_one_entry_is_refused(tmp_path, settings, better):
+    flat = np.zeros((22, 8, 60))
+    make_student_cache(tmp_path, logits=flat, **settings)
+    options = runs.options(tmp_path, objective="renormalise")
+    with pytest.raises(ObjectiveError, match=f"learns nothing .* Use --objective {better}"):
+        make_plan(options)
+    # What was trained so once can be measured.
+    assert make_plan(options, training=False).objective.kind == "renormalise"
+
+
+@pytest.mark.usefixtures("two")
+def test_renormalising_several_entries_is_not(folder):
+    assert make_plan(asked(folder, objective="renormalise")).objective.kind == "renormalise"
+
+
+@pytest.mark.usefixtures("two")
+def test_a_cache_of_which_nothing_was_drawn_is_a_bucket(tmp_path):
+    make_student_cache(tmp_path, exact=6)
+    plan = make_plan(runs.options(tmp_path))
+    assert plan.objective.kind == "bucket"
+    assert any("the rest is one class" in note for note in notes(plan))
+    assert kl_objective(plan.cache.encoding)[1] == "bucket, temperature 1"
+    with pytest.raises(ObjectiveError, match=r"needs a cache with a sampled tail.*--tail sampled"):
+        make_plan(runs.options(tmp_path, objective="sampled"))
 
 
 def test_the_precision():

@@ -108,10 +108,10 @@ def test_weights_from_scratch_are_those_of_the_seed(tmp_path: Path, opened: cach
 
 @pytest.mark.parametrize(
     "changes",
-    [{"student_revision": "main"}, {"drop_layers": "0-1"}],
+    [{"student_revision": "main"}, {"drop_layers": "0-1"}, {"trim_vocabulary": True}],
     ids=lambda one: next(iter(one)),
 )
-def test_what_scratch_has_not(opened: cache.Cache, changes: dict[str, str]) -> None:
+def test_what_scratch_has_not(opened: cache.Cache, changes: dict[str, Any]) -> None:
     option = "--" + next(iter(changes)).replace("_", "-")
     with pytest.raises(StudentError, match=f"{option} .*starts from scratch"):
         built("preset:nano", opened, **changes)

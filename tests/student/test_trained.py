@@ -13,6 +13,7 @@ from flax import nnx
 
 import decoder
 import stillroom
+from cache.manifest import Manifest
 from student.errors import RunError, StudentError
 from student.functions import parameters_of
 from student.metrics import read_metrics
@@ -174,6 +175,18 @@ def test_an_evaluation_with_a_cache_that_was_moved(made, copied):
     options = EvaluateOptions(str(copied / "run"), cache=str(copied / "moved"), batch=3)
     line = read_metrics(copied / "run/evaluations.jsonl")[-1]
     assert evaluate(options)[1].kl == pytest.approx(line["kl"], rel=1e-6)
+
+
+def test_a_run_from_a_cache_of_which_nothing_was_drawn(tmp_path, monkeypatch):
+    """Trained when such a cache passed for a sampled one; measured by what it holds."""
+    runs.make(tmp_path, exact=6)
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "nothing_drawn", property(lambda manifest: False))
+        runs.run(runs.options(tmp_path, epochs=1))
+    assert read_run(tmp_path / "run")["objective"] == "sampled"
+    _, found = evaluate(EvaluateOptions(str(tmp_path / "run")))
+    assert found.kl_kind == "bucket, temperature 1"
+    assert found.kl > 0
 
 
 def test_a_warning_about_a_damaged_checkpoint(copied):
