@@ -1,4 +1,4 @@
-"""The one exception that this package raises for what a user can put right."""
+"""The exceptions that this package raises for what a user can put right."""
 
 
 class DecoderError(ValueError):
@@ -6,3 +6,7 @@ class DecoderError(ValueError):
 
     The text says what was expected, what was found and what to do next.
     """
+
+
+class BackendError(DecoderError):
+    """JAX cannot open the devices that it is asked for; no matter of any model."""

@@ -18,6 +18,7 @@ from cache.errors import CacheError
 from cache.manifest import Manifest
 from cache.provenance import DERIVED, recomputed
 from cache.storage import Store
+from decoder.devices import check_backend
 from pipelines.audit_measure import (
     BOUNDS,
     LEAST_DRAWS,
@@ -121,6 +122,7 @@ def audit(options: AuditOptions, progress: Callable[[int, int], None] | None = N
       CacheError, PipelineError, DecoderError: it could not be done.
     """
     opened = cache.open(options.cache)
+    check_backend()
     manifest, encoding = opened.manifest, opened.encoding
     source = options.teacher or manifest.teacher["source"]
     revision = options.teacher_revision

@@ -32,6 +32,7 @@ from cache.manifest import Manifest
 from cache.reader import repair
 from cache.storage import Store
 from cache.verify import WORK_UNFINISHED
+from decoder.devices import check_backend, missing_backend
 from pipelines.agreement import agree, work_differences
 from pipelines.corpus import Corpus, open_corpus
 from pipelines.encode import resolve_bos, resolve_eos
@@ -43,6 +44,16 @@ from pipelines.sampling import MAX_DRAWS
 
 # Raised when the same settings begin to mean other targets.
 TARGETS_VERSION = 1
+# Opens JAX's devices in a process of its own. No exit code of Python's.
+_NOT_THERE = 64
+_OPEN = f"""
+import sys, jax
+try:
+    print(jax.default_backend(), jax.local_device_count())
+except (RuntimeError, AssertionError) as error:
+    print(error)
+    sys.exit({_NOT_THERE})
+"""
 # Libraries that the manifest names the releases of.
 _SOFTWARE = ("jax", "jaxlib", "flax", "numpy", "tensorstore")
 
@@ -94,6 +105,7 @@ def what_is_wanted(options: PrecomputeOptions) -> Wanted:
     """
     store = Store(options.out)
     check_place(store, CaptureError)
+    backend = _backend(options)
     tokenizer = decoder.load_tokenizer(
         options.tokenizer or options.teacher,
         None if options.tokenizer else options.teacher_revision,
@@ -116,7 +128,7 @@ def what_is_wanted(options: PrecomputeOptions) -> Wanted:
     )
     wanted = Manifest(
         encoding=_encoding(options, vocabulary),
-        capture=_capture(options, parts),
+        capture=_capture(options, parts, backend),
         teacher={
             "source": options.teacher,
             "revision": teacher.revision,
@@ -219,9 +231,11 @@ def _encoding(options: PrecomputeOptions, vocabulary: int) -> Encoding:
     )
 
 
-def _capture(options: PrecomputeOptions, parts: PartSettings) -> dict[str, Any]:
+def _capture(
+    options: PrecomputeOptions, parts: PartSettings, opened: tuple[str, int]
+) -> dict[str, Any]:
     """Every setting beside the encoding that decides the bytes of a cache."""
-    backend, devices = _backend(options)
+    backend, devices = opened
     return {
         "layout": parts.layout.kind,
         "overlap": parts.layout.overlap,
@@ -246,14 +260,16 @@ def _backend(options: PrecomputeOptions) -> tuple[str, int]:
     memory from the workers.
     """
     if options.workers == 1:
+        check_backend()
         return jax.default_backend(), jax.local_device_count()
-    code = "import jax; print(jax.default_backend(), jax.local_device_count())"
     found = subprocess.run(
-        [sys.executable, "-P", "-c", code],
+        [sys.executable, "-P", "-c", _OPEN],
         capture_output=True,
         encoding="utf-8",
         errors="backslashreplace",
     )
+    if found.returncode == _NOT_THERE:
+        raise missing_backend(found.stdout)
     if found.returncode != 0:
         raise CaptureError(f"JAX finds no device in a process of its own:\n{found.stderr[-1000:]}")
     backend, devices = found.stdout.split()[-2:]

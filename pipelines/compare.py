@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import cache
 import decoder
 from cache.progress import counted
+from decoder.devices import check_backend
 from pipelines.compare_cache import CacheSample
 from pipelines.compare_options import CompareOptions, Setting
 from pipelines.compare_sources import Predictions, TeacherSample, check_student, fresh_rows
@@ -62,6 +63,7 @@ def compare(options: CompareOptions) -> Comparison:
     Raises:
       PipelineError, CacheError, DecoderError: what is wrong and what to do.
     """
+    check_backend()
     if options.cache is not None:
         return _from_cache(options, options.cache)
     return _from_teacher(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ import jax
 import numpy as np
 
 import decoder
-from decoder.errors import DecoderError
+from decoder.devices import FAILURES, check_backend
+from decoder.errors import BackendError, DecoderError
 from pipelines.errors import TeacherError
 from pipelines.plan import Plan
 from pipelines.scoring import make_scorer, replicate, spread, spreading, teacher_functions
@@ -26,7 +28,7 @@ def named_by_manifest(so: bool) -> Iterator[None]:
     try:
         yield
     except DecoderError as error:
-        if not so:
+        if not so or isinstance(error, BackendError):
             raise
         raise TeacherError(
             f"{error}. That is where the manifest says the teacher was; if it is elsewhere now, "
@@ -52,10 +54,11 @@ class Teacher:
             _loads += 1
         options, manifest = plan.options, plan.manifest
         sharded = options.shard_teacher
+        check_backend()
         devices = jax.local_devices()
         # A teacher that no device can hold: each tensor is cut as it is read. One that a function
         # makes is made in the host's memory, and then cut.
-        host = jax.local_devices(backend="cpu")[0] if sharded else None
+        host = _host() if sharded else None
         with jax.default_device(host):
             loaded = decoder.load_model(
                 options.teacher,
@@ -83,3 +86,15 @@ class Teacher:
     def score(self, tokens: np.ndarray, segments: np.ndarray, rows: np.ndarray) -> Any:
         """Dispatches one micro-batch [batch, length]; does not wait for the result."""
         return self._score(self._parameters, tokens, segments, rows)
+
+
+def _host() -> Any:
+    """The host's memory as a device of JAX, which it has only if it is not told otherwise."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except FAILURES as error:
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        raise TeacherError(
+            f"--shard-teacher needs JAX's backend cpu beside the others, and JAX_PLATFORMS={asked} "
+            f"leaves it out. Set JAX_PLATFORMS={asked},cpu."
+        ) from error

@@ -15,6 +15,7 @@ from jaxtyping import Bool
 import cache as caches
 from cache import Cache
 from cache.jsonfields import digest
+from decoder.devices import check_backend
 from student.batches import (
     Batch,
     BatchSettings,
@@ -141,6 +142,7 @@ def make_plan(
       StudentError: the options do not fit the cache or the devices.
       CacheError: there is no finished cache, or it is damaged.
     """
+    check_backend()
     if jax.process_count() > 1:
         raise StudentError(
             f"this is one of {jax.process_count()} JAX processes; training runs in one process, "
@@ -309,6 +311,13 @@ def notes(plan: Plan) -> list[str]:
             f"{split.copied_documents:,} documents and {split.copied_rows:,} rows are exact copies "
             "of others: copies stay on one side."
         )
+        rows = len(split.training) + len(split.held_out)
+        if len(split.held_out) and 2 * split.largest_group > rows:
+            found.append(
+                f"Warning: {split.largest_group:,} of {rows:,} rows hang together through copies "
+                "and shared rows, and are on one side. What is held out may be unlike the rest; "
+                "a corpus without copies, or a capture with --layout pad, gives a fairer sample."
+            )
     if plan.appended:
         found.append(
             f"The cache has grown by {plan.appended:,} rows since this run began: it goes on with "

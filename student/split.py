@@ -26,7 +26,8 @@ class Split:
     Attributes:
       training, held_out: int64 row numbers, ascending.
       training_labels, held_out_labels: labels of each side that are within the length.
-      groups: sets of rows that share documents, over both sides; rows with labels alone count.
+      groups: sets of rows that stay together, over both sides; rows with labels alone count.
+      largest_group: rows of the largest of them.
       rows_without_labels: rows on neither side, for they train and measure nothing.
       emptied_rows: of these, the ones that have labels, but beyond the length.
       cut_labels: labels of the training rows that are beyond the length.
@@ -40,6 +41,7 @@ class Split:
     training_labels: int
     held_out_labels: int
     groups: int
+    largest_group: int
     rows_without_labels: int
     emptied_rows: int = 0
     cut_labels: int = 0
@@ -167,6 +169,7 @@ def choose(
         training_labels=int(labels[rows[~out]].sum(dtype=np.int64)),
         held_out_labels=int(labels[rows[out]].sum(dtype=np.int64)),
         groups=len(numbers),
+        largest_group=int(sizes.max()),
         rows_without_labels=len(labels) - len(rows),
     )
 

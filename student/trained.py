@@ -16,6 +16,7 @@ from cache.errors import CacheError, DamageError
 from cache.manifest import read_manifest
 from cache.storage import Store
 from decoder import Decoder, OwnSettings
+from decoder.devices import check_backend
 from student.checkpoints import Checkpoints
 from student.errors import RunError, StudentError
 from student.evaluation import Evaluation, kl_objective, make_row_sums, mean_over
@@ -65,6 +66,7 @@ def open_checkpoint(
     Raises:
       RunError: there is no such run or checkpoint, or it is damaged.
     """
+    check_backend()
     folder = local_path(run)
     record = read_run(folder)
     options = replace(_options(folder, record, cache), local_copy=local_copy)

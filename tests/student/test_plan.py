@@ -289,6 +289,19 @@ def test_copies_and_emptied_rows_are_told_and_decide(copied):
 
 
 @pytest.mark.usefixtures("two")
+def test_a_text_that_ties_most_rows_is_warned_of(tmp_path):
+    """In six of eight packed rows; held out is what is without it."""
+    corpus = [([50, 51, 52], [text, 20, 21, 22, 23]) for text in range(6)]
+    corpus += [([text, 30, 31, 32, 33, 34, 35, 36],) for text in (7, 8)]
+    laid = laid_rows([document for row in corpus for document in row], "pack")
+    make_student_cache(tmp_path / "tied", laid=laid, rows_per_shard=20)
+    plan = make_plan(asked(tmp_path, "tied", held_out=2.0, batch=2))
+    assert plan.split.held_out.tolist() == [6, 7]
+    (warning,) = [note for note in notes(plan) if note.startswith("Warning: 6 of 8 rows hang")]
+    assert "may be unlike the rest" in warning
+
+
+@pytest.mark.usefixtures("two")
 def test_a_run_from_before_copies_were_kept_together(copied, tmp_path):
     """It had another split: neither training nor evaluating may take the one of now for it."""
     plan = make_plan(asked(copied, "copies", length=4, out=str(tmp_path / "run")))
