@@ -246,6 +246,12 @@ def _main(words: list[str], debug: bool, interrupts: _Interrupts) -> int:
         if interrupts.asked and not debug:
             # Whatever was interrupted made an error of its own of it.
             return _stopped(words)
+        if isinstance(error, UnicodeEncodeError) and not debug:
+            _say(
+                f"stillroom {words[0]}: {error.object!r} cannot be written as {error.encoding}. "
+                "Use a name that is UTF-8; where the locale is another, set PYTHONUTF8=1."
+            )
+            return 1
         if debug or not isinstance(error, (*_user_errors(), OSError)):
             raise
         _say(f"stillroom {words[0]}: {error}")

@@ -95,8 +95,9 @@ class Line:
 
     def show(self, done: int, text: str, last: bool = False) -> None:
         """Elements done, in earlier runs too, and what to say of it; the last is always shown."""
+        text = one_line(text)
         with unheard():
-            self._progress.update(self._task, completed=done, text=one_line(text))
+            self._progress.update(self._task, completed=done, text=text)
         now = time.monotonic()
         if not self._console.is_terminal and (last or now - self._shown >= _LOG):
             self._shown = now

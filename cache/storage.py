@@ -85,9 +85,17 @@ class Store:
     def specification(self, folder: str = "") -> dict[str, Any] | str:
         """TensorStore's key-value specification of this folder, or of one inside it."""
         suffix = f"{folder.strip('/')}/" if folder else ""
+        try:
+            # TensorStore takes UTF-8, whatever this process takes paths to be.
+            path = os.fsencode(str(self.local or self.location)).decode()
+        except UnicodeDecodeError as error:
+            raise CacheError(
+                f"cannot open {self.location!r} as a place to store a cache: its name is not "
+                "UTF-8. Rename the folder."
+            ) from error
         if self.local is None:
-            return remote.specification(self.location, suffix)
-        return {"driver": "file", "path": f"{self.local}/{suffix}"}
+            return remote.specification(path, suffix)
+        return {"driver": "file", "path": f"{path}/{suffix}"}
 
     @property
     def lists(self) -> bool:
@@ -97,10 +105,9 @@ class Store:
     @property
     def kvstore(self) -> Any:
         if self._kvstore is None:
+            specification = self.specification()
             try:
-                self._kvstore = ts.KvStore.open(
-                    self.specification(), context=self._context
-                ).result()
+                self._kvstore = ts.KvStore.open(specification, context=self._context).result()
             except ValueError as error:
                 raise CacheError(
                     f"cannot open {self.location} as a place to store a cache: {error}. "

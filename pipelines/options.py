@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import tomllib
 from dataclasses import asdict, dataclass, fields
@@ -14,6 +15,8 @@ import tyro
 
 from pipelines.errors import CaptureError
 
+# Options that may be local paths.
+_PATHS = ("dataset", "teacher", "tokenizer", "out")
 # What runs a capture if no runner is named: Beam's own, in processes of ours.
 LOCAL = "local"
 # With a sampled tail the weights hold at one temperature only. With exact entries these
@@ -304,6 +307,10 @@ def read_options(path: str | Path) -> dict[str, Any]:
         raise CaptureError(f"the config file {path} is not TOML: {error}.") from error
     known = {field.name for field in fields(PrecomputeOptions)}
     values = {key.replace("-", "_"): value for key, value in values.items()}
+    for name in _PATHS:
+        if isinstance(values.get(name), str):
+            # As a command line would give it, where paths are not taken to be UTF-8.
+            values[name] = os.fsdecode(values[name].encode())
     unknown = sorted(set(values) - known)
     if unknown:
         raise CaptureError(

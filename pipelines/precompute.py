@@ -78,7 +78,9 @@ def fill(plan: Plan) -> Outcome:
       PipelineError, CacheError, DecoderError: see `precompute`.
     """
     store, run = plan.store, plan.run
-    store.write(f"{RUNS}/{run}/config.toml", plan.options.to_toml().encode())
+    store.write(
+        f"{RUNS}/{run}/config.toml", plan.options.to_toml().encode(errors="surrogateescape")
+    )
     log = RunLog(store, run)
     log.write("begin", software=plan.manifest.software)
     laid = _lay_parts(plan)

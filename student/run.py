@@ -203,10 +203,17 @@ def local_path(folder: str | Path) -> Path:
     """The folder as a path.
 
     Raises:
-      RunError: it is a URL.
+      RunError: it is a URL, or not UTF-8, which checkpoints cannot be saved to.
     """
     if "://" in str(folder):
         raise RunError(f"a run's folder should be a local path, found {str(folder)!r}.")
+    try:
+        str(Path(folder).absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise RunError(
+            f"a run's folder should have a name that is UTF-8, found {str(folder)!r}. Choose "
+            "another; where the locale is not UTF-8, set PYTHONUTF8=1."
+        ) from error
     return Path(folder)
 
 
