@@ -11,7 +11,6 @@ import itertools
 import socket
 import threading
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
