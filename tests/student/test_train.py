@@ -116,7 +116,7 @@ def test_the_lines_of_the_steps(made):
         assert 0 <= line["input_wait"] <= 1
         assert line["tokens_per_second"] > 0
         assert line["device_memory"] is None  # CPUs do not tell
-    assert sum(line["labels"] for line in lines) == 2 * plan.labels
+    assert sum(line["labels"] for line in lines) == 2 * plan.split.training_labels
     segments = plan.cache.rows(plan.split.training, "segments")["segments"]
     assert sum(line["tokens"] for line in lines) == 2 * np.count_nonzero(segments)
 
