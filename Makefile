@@ -30,6 +30,8 @@ slow: $(VENV)/.dev $(VENV)/.teacher
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
+	# Text files are UTF-8, whatever the locale.
+	$(BIN)/ruff check --preview --select PLW1514 cache decoder pipelines student stillroom.py
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -214,6 +215,8 @@ def main(arguments: list[str] | None = None) -> int:
     from cache.visible import escape_what_cannot_be_written
 
     escape_what_cannot_be_written()
+    if arguments is None:
+        sys.excepthook = _trace
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -256,6 +259,11 @@ def _main(words: list[str], debug: bool, interrupts: _Interrupts) -> int:
             raise
         _say(f"stillroom {words[0]}: {error}")
         return 1
+
+
+def _trace(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Shows a traceback, in whose messages there may be anything, too."""
+    _say("".join(traceback.format_exception(error)).rstrip())
 
 
 def _stopped(words: list[str], number: int = signal.SIGINT) -> int:

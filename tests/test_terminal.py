@@ -74,6 +74,17 @@ def test_no_text_rules_the_terminal(capsys, hostile, words):
         json.loads(out)
 
 
+def test_no_traceback_rules_the_terminal(hostile):
+    done = subprocess.run(
+        [sys.executable, "-m", "stillroom", "inspect", f"/nowhere{_TRICKS}", "--debug"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Traceback")
+    assert f"/nowhere{_SPELT} is not a cache" in done.stderr
+
+
 def test_lines_of_a_text_are_those_of_its_line_ends(capsys, hostile):
     _, out, _ = run(capsys, "inspect", str(hostile / "cache"), "--row", "0")
     assert f"  | a\n  | {_SPELT}" in out

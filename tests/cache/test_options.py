@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-import tyro
 
+from cache.arguments import parse
 from cache.errors import CacheError
 from cache.options import CopyOptions, DeriveOptions, InspectOptions, VerifyOptions
 
@@ -43,17 +43,17 @@ def test_defaults() -> None:
     ],
 )
 def test_inspect_lines(line: str, options: InspectOptions) -> None:
-    assert tyro.cli(InspectOptions, args=shlex.split(line)) == options
+    assert parse(InspectOptions, "stillroom", shlex.split(line)) == options
 
 
 def test_verify_lines() -> None:
-    assert tyro.cli(VerifyOptions, args=["c", "--full", "--repair"]) == VerifyOptions(
+    assert parse(VerifyOptions, "stillroom", ["c", "--full", "--repair"]) == VerifyOptions(
         "c", full=True, repair=True
     )
 
 
 def test_copy_lines() -> None:
-    found = tyro.cli(CopyOptions, args=["c", "s3://bucket/c"])
+    found = parse(CopyOptions, "stillroom", ["c", "s3://bucket/c"])
     assert asdict(found) == {"source": "c", "destination": "s3://bucket/c"}
 
 
@@ -99,7 +99,7 @@ def test_options_are_jsonable() -> None:
     ],
 )
 def test_derive_lines(line: str, options: DeriveOptions) -> None:
-    found = tyro.cli(DeriveOptions, args=shlex.split(line))
+    found = parse(DeriveOptions, "stillroom", shlex.split(line))
     assert found == options
     assert (*found.sources, found.out) == found.places
 

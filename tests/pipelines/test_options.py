@@ -4,8 +4,8 @@ import dataclasses
 import math
 
 import pytest
-import tyro
 
+from cache.arguments import parse
 from pipelines.errors import CaptureError
 from pipelines.options import PrecomputeOptions, config_words, read_options
 
@@ -102,11 +102,11 @@ def test_a_file_written_from_options_reads_back_as_the_same(changes, tmp_path):
     (tmp_path / "config.toml").write_text(wanted.to_toml())
     assert PrecomputeOptions(**read_options(tmp_path / "config.toml")) == wanted
     words = config_words(["--config", str(tmp_path / "config.toml")])
-    assert tyro.cli(PrecomputeOptions, args=words) == wanted
+    assert parse(PrecomputeOptions, "stillroom", words) == wanted
 
 
 def parsed(words: list[str]) -> PrecomputeOptions:
-    return tyro.cli(PrecomputeOptions, args=config_words(words))
+    return parse(PrecomputeOptions, "stillroom", config_words(words))
 
 
 def config(tmp_path, text: str) -> str:
