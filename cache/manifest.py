@@ -247,13 +247,17 @@ class Manifest:
         """What its user should know, a sentence or two each."""
         if not self.nothing_drawn:
             return ()
-        at = f"{self.encoding.temperatures[0]:g}"
-        return (
-            f"The tail is called sampled, but nothing was drawn: --exact was all of --k "
+        found = (
+            "The tail is called sampled, but nothing was drawn: --exact was all of --k "
             f"{self.encoding.k}. It is read as the exact entries that it holds, and the rest as "
-            "one class, which is biased: captured again with a smaller --exact it is not. To make "
-            f"shards of it again, give --tail none --temperatures {at} in place of --tail sampled.",
+            "one class. That is biased; captured again with a smaller --exact it is not."
         )
+        if DERIVED not in self.capture:
+            found += (
+                " To make shards of it again, give --tail none --temperatures "
+                f"{self.encoding.temperatures[0]:g} in place of --tail sampled and --exact."
+            )
+        return (found,)
 
     @property
     def command(self) -> str:

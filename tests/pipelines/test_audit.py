@@ -195,7 +195,7 @@ def _sides() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return stored, fresh
 
 
-_ENCODING = make_encoding(length=3, k=3, tail="sampled", logprobs="float32")
+_ENCODING = make_encoding(length=3, k=3, tail="sampled", logprobs="float32", wide_tails=False)
 
 
 def _found(stored: Any, fresh: Any) -> dict[str, Difference]:

@@ -45,10 +45,10 @@ def test_the_words_of_a_setting_are_the_options_of_a_capture():
         encoding = setting.encoding(512, 50_000, (1.0, 2.0, 4.0), 256)
         assert (capture.k, capture.tail) == (encoding.k, encoding.tail)
         assert capture.logprobs == encoding.logprobs
-        assert capture.mantissa_bits == encoding.mantissa_bits
+        assert capture.captured_mantissa_bits == encoding.mantissa_bits
         assert capture.captured_temperatures == encoding.temperatures
         if setting.tail == "sampled":
-            assert capture.exact == setting.exact
+            assert capture.captured_exact == setting.exact
 
 
 @pytest.mark.parametrize(
