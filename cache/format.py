@@ -226,8 +226,13 @@ class Encoding:
         return (WIDE_TAILS,) if self.tail_dtype == "float32" else ()
 
     def in_format_of(self, other: Encoding) -> Encoding:
-        """This encoding as a cache has it that was begun as `other`: its format stays."""
-        return replace(self, sealed=other.sealed, wide_tails=other.wide_tails)
+        """This encoding as a cache has it that was begun as `other`.
+
+        Its format stays, and so do mantissa bits that its rounding does not use.
+        """
+        same = self.logprobs == other.logprobs != "rounded"
+        bits = other.mantissa_bits if same else self.mantissa_bits
+        return replace(self, sealed=other.sealed, wide_tails=other.wide_tails, mantissa_bits=bits)
 
     @property
     def relative_error(self) -> float:

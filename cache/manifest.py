@@ -231,15 +231,12 @@ class Manifest:
     def as_read(self) -> Manifest:
         """The manifest with settings that say what the cache holds; of another identity.
 
-        Of a cache of which nothing was drawn, those of exact entries; and without mantissa bits
-        that a rounding does not use. Of most caches the manifest itself.
+        Of a cache of which nothing was drawn, those of exact entries; else the manifest itself.
         """
-        encoding, capture = self.encoding, self.capture
-        if encoding.logprobs != "rounded":
-            encoding = replace(encoding, mantissa_bits=Encoding.mantissa_bits)
-        if self.nothing_drawn:
-            encoding = replace(encoding, tail="none")
-            capture = {**capture, "exact": encoding.k, "seed": 0}
+        if not self.nothing_drawn:
+            return self
+        encoding = replace(self.encoding, tail="none")
+        capture = {**self.capture, "exact": encoding.k, "seed": 0}
         return replace(self, encoding=encoding, capture=capture)
 
     @property

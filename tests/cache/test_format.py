@@ -434,3 +434,12 @@ def test_a_partial_last_chunk_is_what_tensorstore_writes(tmp_path: Path) -> None
         store = Store(str(folder))
         opened = store.open_array("", metadata)
         assert same(opened[8:10].read().result(), values[8:10])
+
+
+def test_an_encoding_in_the_format_of_a_cache() -> None:
+    """What says nothing of the numbers does not make two captures differ."""
+    old = make_encoding(logprobs="float32", mantissa_bits=3, sealed=False, wide_tails=False)
+    assert make_encoding(logprobs="float32").in_format_of(old) == old
+    coarse = make_encoding(mantissa_bits=3)
+    assert make_encoding().in_format_of(coarse) == make_encoding()
+    assert make_encoding(k=5, logprobs="float32").in_format_of(old) != old

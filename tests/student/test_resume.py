@@ -377,7 +377,7 @@ def test_trackers_get_what_they_have_missed(made, tmp_path, monkeypatch):
     class Stand(Trackers):
         def __init__(self, names, folder, project, settings, past):
             super().__init__(())
-            assert (names, folder, project) == (("tensorboard",), tmp_path / "run", "mine")
+            assert (names, folder, project) == (("tensorboard", "wandb"), tmp_path / "run", "mine")
             assert (settings["batch"], settings["steps"]) == (4, 9)
             self.logged: list = []
             sessions.append((list(past), self.logged))
@@ -386,7 +386,7 @@ def test_trackers_get_what_they_have_missed(made, tmp_path, monkeypatch):
             self.logged.append((step, dict(values)))
 
     monkeypatch.setattr("student.train.open_trackers", Stand)
-    more = {"track": ("tensorboard",), "project": "mine"}
+    more = {"track": ("tensorboard", "wandb"), "project": "mine"}
     with runs.killed_at("_log", 3), pytest.raises(runs.Killed):
         train(runs.options(made, str(tmp_path / "run"), **more))
     train(runs.options(made, str(tmp_path / "run"), **more))
