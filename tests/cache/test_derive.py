@@ -54,7 +54,9 @@ def other(folder: Path, digest: str = "b", **changes: Any) -> Built:
         patch.setattr(
             builder,
             "open_manifest",
-            lambda *args: plain(*args).with_corpus(digest=digest * 64, description="more text"),
+            lambda *args, **more: plain(*args, **more).with_corpus(
+                digest=digest * 64, description="more text"
+            ),
         )
         return make_cache(folder, **{"rows": 6, "seed": 1, **changes})
 
