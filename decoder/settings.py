@@ -12,6 +12,7 @@ from decoder.config_keys import SETTINGS
 from decoder.errors import DecoderError
 from decoder.gguf_file import read_header
 from decoder.source import SETTINGS_FILES, resolve
+from decoder.stand_ins import refuse_stand_in
 from decoder.tokenizer import load_tokenizer
 
 GENERATION = "generation_config.json"
@@ -84,6 +85,8 @@ def _of_folder(folder: Path) -> OwnSettings:
         read_json(folder / GENERATION)
     patterns = SETTINGS_FILES if (folder / "tokenizer.json").is_file() else (GENERATION,)
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    for path in found:
+        refuse_stand_in(path)
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(found)}
     files.pop(_CONFIG, None)
     return OwnSettings(config, files)

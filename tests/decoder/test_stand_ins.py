@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from decoder import DecoderError, describe_model, load_tokenizer
+from decoder import DecoderError, describe_model, load_tokenizer, own_settings
 from decoder.stand_ins import HEAD, stand_in
 from tests.models import write_tiny_teacher
 
@@ -83,10 +83,15 @@ def teacher(tmp_path_factory) -> Path:
         ("special_tokens_map.json", load_tokenizer),
         ("added_tokens.json", load_tokenizer),
         ("chat_template.jinja", load_tokenizer),
+        ("generation_config.json", own_settings),
+        ("tokenizer.model", own_settings),
+        ("merges.txt", own_settings),
     ],
 )
 def test_files_of_models(content, next_step, name, opens, teacher, tmp_path):
     folder = shutil.copytree(teacher, tmp_path / "copy")
+    if name == "model.safetensors.index.json":
+        (folder / "model.safetensors").unlink()  # beside which no index is read
     (folder / name).write_bytes(content)
     source = folder / name if name.endswith(".gguf") else folder
     with pytest.raises(DecoderError, match=rf"{name} is .*{next_step}"):

@@ -158,7 +158,7 @@ def test_a_teacher_that_cannot_be_loaded_is_a_users_error(tmp_path):
     (tmp_path / "teacher/model.safetensors").unlink()
     with pytest.raises(WorkerError) as error:
         ScoreShard(made, Shared()).setup()
-    assert "has no *.safetensors file" in (user_text(error.value) or "")
+    assert "has no model.safetensors" in (user_text(error.value) or "")
 
 
 def test_the_revision_is_the_teachers_alone(tmp_path, monkeypatch):

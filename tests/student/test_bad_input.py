@@ -281,7 +281,7 @@ def test_an_export_whose_tokenizer_is_gone(capsys, folder):
     definition = tiny_tokenizer(runs.VOCABULARY)
     definition["model"]["vocab"]["x"], definition["model"]["vocab"]["y"] = 91, 90
     (folder / "trained/tokenizer/tokenizer.json").write_text(json.dumps(definition))
-    fails(capsys, words, "another tokenizer than when the run began", "Put it back")
+    fails(capsys, words, "tokenizer.json is another file than when the run began", "Put it back")
     shutil.rmtree(folder / "trained/tokenizer")
     fails(capsys, words, "tokenizer")
     assert not (folder / "out").exists()
