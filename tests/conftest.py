@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 # Before anything imports JAX: eight virtual devices, and no look-ups of hubs.
@@ -17,3 +18,9 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 _datasets = tempfile.mkdtemp(prefix="stillroom-datasets-")
 os.environ["HF_DATASETS_CACHE"] = _datasets
 atexit.register(shutil.rmtree, _datasets, ignore_errors=True)
+
+# A suite that runs in the background or under nohup inherits signals that are ignored. The
+# commands that tests start and stop must not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
